@@ -1,0 +1,1 @@
+"""The Engram library: hash, tables, projection, gate and sessions; no HTTP."""

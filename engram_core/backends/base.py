@@ -1,0 +1,84 @@
+"""What a backend is: the tables, `wkv` and q*k of every layer, and a store of kv slots.
+
+A kv slot holds the `hc_mult` keys and the value of one (layer, window) as bfloat16
+[(hc_mult + 1) * dim]. The backend owns the memory of the slots; which slot holds what is
+`kv_store.py`'s business. Calls come from one thread a lane (see `scheduler.py`): `rows` may run
+beside the other methods, which never run beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.geometry import EngramHashTables, Geometry
+
+
+class Backend(Protocol):
+    """The arithmetic of the layer on one device."""
+
+    name: str
+    geometry: Geometry
+    hash_tables: EngramHashTables
+    num_slots: int
+    numerics: Mapping[str, str]
+    """What runs and what it promises, for `info` (kernel class -> how)."""
+
+    def rows(
+        self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
+    ) -> None:
+        """Gather rows, dequantised or as stored.
+
+        hash_ids: int64 [T, n_hash_cols]  row ids, checked by the caller
+        out: bfloat16 [T, n_hash_cols, head_dim], or uint8 [T, n_hash_cols, row_bytes] (stored)
+        """
+
+    def project(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        *,
+        windows: NDArray[np.int32] | None = None,
+        hash_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Compute kv = wkv @ rows into slots: exactly one of windows and hash_ids is given.
+
+        slots: int64 [T]  distinct
+        windows: int32 [T, max_ngram_size]  newest first, after blocking
+        hash_ids: int64 [T, n_hash_cols]
+        """
+
+    def read_kv(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        out: torch.Tensor,
+    ) -> None:
+        """Copy kv out of slots; dead positions come as keys +0.0 and value -0.0.
+
+        slots: int64 [T]; dead: bool [T]; out: bfloat16 [T, hc_mult + 1, dim]
+        """
+
+    def gate(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Add gate * value to the residual; dead positions keep their bits.
+
+        residual, out: bfloat16 or float32 [T, hc_mult, dim]; out may be residual
+        """
+
+    def self_check(self) -> None:
+        """Compare what runs with what is promised. Raises SelfCheckFailed."""
+
+    def close(self) -> None:
+        """Free the device. The backend cannot be used afterwards."""
