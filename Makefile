@@ -1,0 +1,59 @@
+# The verbs of this project; .ci/run calls the same ones. `make demo` and `make test` need
+# Python 3.11 or newer and nothing else: they prepare .venv themselves.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+SOURCES := engram_core engram_client service tests benchmarks examples
+
+.PHONY: setup demo test faults check fix openapi kernels test-gpu bench clean
+
+setup: $(STAMP)
+
+# One pinned set of versions (constraints.txt); torch first, so that its pin decides which build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: run make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/engram demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# Every named fault is put into a copy of the product; a fault that no test catches is a failure.
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults
+
+check: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/python -m service.openapi --check
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+openapi: $(STAMP)
+	$(BIN)/python -m service.openapi
+
+# Compiles csrc for every architecture, warnings and register spills as errors (needs nvcc 13).
+kernels: $(STAMP)
+	bash csrc/check.sh
+
+# On a machine with a GPU; a skipped test is a failure here.
+test-gpu: $(STAMP)
+	ENGRAM_REQUIRE_GPU=1 $(BIN)/python -m pytest tests/gpu
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench_hash.py
+	$(BIN)/python benchmarks/bench_sessions.py
+	$(BIN)/python benchmarks/bench_step.py
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
