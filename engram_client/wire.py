@@ -96,6 +96,10 @@ class WireError(ValueError):
         self.got = got
 
 
+class IntegerError(WireError):
+    """Text that is not a strict integer of int64."""
+
+
 @dataclass(frozen=True)
 class TensorView:
     """A tensor as its bytes; owns nothing, the buffer behind `data` must outlive it.
@@ -279,7 +283,7 @@ def parse_int(text: str, name: str) -> int:
     """
     if _INT.fullmatch(text) and _INT64_MIN <= (value := int(text)) <= _INT64_MAX:
         return value
-    raise WireError(f"{name}: not an integer of int64", expected="-?[1-9][0-9]* or 0", got=text)
+    raise IntegerError(f"{name}: not an integer of int64", expected="-?[1-9][0-9]* or 0", got=text)
 
 
 def format_shape(shape: Iterable[int]) -> str:
