@@ -1,0 +1,188 @@
+"""Token ids -> compressed ids -> windows -> row ids: integers only, exact everywhere.
+
+A window holds the `max_ngram_size` compressed ids an n-gram may use, NEWEST FIRST: the token's
+own, then its look-back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_core.errors import BadTensor, Gap, TokenOutOfRange, TooManyPositions
+from engram_core.geometry import EngramHashTables
+
+DEAD = -1
+"""Compressed id of a position that takes part in no n-gram."""
+
+_CHUNK = 2048
+"""Tokens hashed at a time: 48 columns of them (768 KiB) stay in a core's second-level cache."""
+
+
+def compress(
+    token_ids: NDArray[np.int64], mask: NDArray[np.bool_] | None, tables: EngramHashTables
+) -> NDArray[np.int32]:
+    """Map token ids to compressed ids.
+
+    token_ids: int64 [T]; mask: bool [T]  False = dead, its id is not read
+    Returns: int32 [T], DEAD where the mask is False
+
+    Raises: TokenOutOfRange naming the first bad index and its value; BadTensor.
+    """
+    token_ids = np.asarray(token_ids)
+    if token_ids.ndim != 1 or (token_ids.size and token_ids.dtype.kind not in "iu"):
+        got = f"{token_ids.dtype} {list(token_ids.shape)}"
+        raise BadTensor(f"token_ids: expected int64 [T], got {got}", expected="int64 [T]", got=got)
+    if mask is not None and (mask.shape != token_ids.shape or mask.dtype != np.bool_):
+        got = f"{mask.dtype} {list(mask.shape)}"
+        want = f"bool {list(token_ids.shape)}"
+        raise BadTensor(f"mask: expected {want}, got {got}", expected=want, got=got)
+    # Seen as unsigned, a negative id is a huge one: it never indexes the map from its end.
+    ids = token_ids.astype(np.int64)
+    bad = ids.view(np.uint64) >= tables.vocab_size
+    if mask is not None:
+        bad &= mask
+    if bad.any():
+        index = int(bad.argmax())
+        value = int(token_ids[index])
+        highest = tables.vocab_size - 1
+        raise TokenOutOfRange(
+            f"token_ids[{index}] is {value}; expected 0..{highest}",
+            expected=f"0..{highest}",
+            got=value,
+            index=index,
+        )
+    if mask is None:
+        return tables.token_map[ids]
+    compressed = np.full(ids.shape, DEAD, dtype=np.int32)
+    compressed[mask] = tables.token_map[ids[mask]]
+    return compressed
+
+
+def block(ids: NDArray[np.int32], pad_id: int) -> NDArray[np.int32]:
+    """Turn raw look-back into windows: from the first DEAD on, everything older is pad_id.
+
+    Blocking is sticky: an n-gram never crosses a dead position or the start of the sequence. A
+    live token that happens to be pad_id does not block.
+
+    ids: int32 [T, max_ngram_size]  newest first; DEAD = dead, or before the start
+    Returns: int32 [T, max_ngram_size]; all pad_id where the token itself is dead
+    """
+    windows = np.array(ids, dtype=np.int32)
+    blocked = np.zeros(len(windows), dtype=np.bool_)
+    for shift in range(windows.shape[1]):
+        blocked |= windows[:, shift] == DEAD
+        windows[blocked, shift] = pad_id
+    return windows
+
+
+def hash_windows(
+    windows: NDArray[np.int32],
+    tables: EngramHashTables,
+    layer_indices: Sequence[int] | None = None,
+) -> NDArray[np.int64]:
+    """Hash windows to row ids.
+
+    r = t[0]*m[0] ^ ... ^ t[i]*m[i] (wrapping int64); id = floor-remainder of r by the bucket size
+    of (layer, order i+1, head) + the bucket's first row.
+
+    windows: int32 [T, max_ngram_size]  newest first, after blocking
+    layer_indices: positions in tables.layer_ids; None = all, in order
+    Returns: int64 [T, len(layer_indices), n_hash_cols]  all 2-gram heads, then 3-gram heads ...
+
+    Source: engram-format 2.5.
+    """
+    layers = range(tables.num_layers) if layer_indices is None else layer_indices
+    out = np.empty((len(windows), len(layers), tables.n_hash_cols), dtype=np.int64)
+    columns = np.empty((len(layers), tables.n_hash_cols, min(_CHUNK, len(windows))), dtype=np.int64)
+    for start in range(0, len(windows), _CHUNK):
+        ids = windows[start : start + _CHUNK].T.astype(np.int64)
+        chunk = columns[:, :, : ids.shape[1]]
+        for out_layer, layer in zip(chunk, layers, strict=True):
+            _hash_layer(ids, tables, layer, out_layer)
+        out[start : start + _CHUNK] = chunk.transpose(2, 0, 1)
+    return out
+
+
+def _hash_layer(
+    ids: NDArray[np.int64], tables: EngramHashTables, layer: int, out: NDArray[np.int64]
+) -> None:
+    """Hash one layer, a column at a time. ids: [max_ngram_size, T]; out: [n_hash_cols, T]."""
+    mixed = ids[0] * tables.multipliers[layer, 0]
+    column = 0
+    for order in range(1, tables.max_ngram_size):
+        mixed ^= ids[order] * tables.multipliers[layer, order]
+        for prime in tables.primes[layer, order - 1]:
+            # mixed - floor(mixed / prime) * prime: numpy vectorises division by one number but
+            # not remainder (`%` is 5 times slower). Floor makes a negative `mixed` right too.
+            row = out[column]
+            np.floor_divide(mixed, prime, out=row)
+            np.multiply(row, tables.offsets.dtype.type(-prime), out=row)
+            row += mixed
+            row += tables.offsets[layer, column]
+            column += 1
+
+
+class EngramHasher:
+    """The hash of one sequence: keeps the compressed id of every position.
+
+    `hash` at a position already held overwrites it and all that follow, so the sequence always
+    ends at position + T. Nothing is changed by a refused call.
+
+    Source: `EngramHasher` of the reference modules; unlike theirs it refuses a gap instead of
+    reading positions nobody wrote.
+    """
+
+    def __init__(self, tables: EngramHashTables, max_positions: int) -> None:
+        self.tables = tables
+        self.max_positions = max_positions
+        self._num_before = tables.max_ngram_size - 1
+        # Positions before the start are DEAD, so that every window is a plain slice.
+        self._ids = np.full(self._num_before + max_positions, DEAD, dtype=np.int32)
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """How many positions are held."""
+        return self._length
+
+    def reset(self) -> None:
+        """Forget every position."""
+        self._length = 0
+
+    def hash(
+        self,
+        token_ids: NDArray[np.int64],
+        position: int,
+        mask: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.int64]:
+        """Hold token ids from `position` on and hash them.
+
+        token_ids: int64 [T]; mask: bool [T]  False = dead
+        Returns: int64 [T, num_layers, n_hash_cols]
+
+        Raises: TokenOutOfRange, BadTensor, Gap, TooManyPositions; nothing is changed then.
+        """
+        if not 0 <= position <= self._length:
+            raise Gap(
+                f"position {position}: expected 0..{self._length}, the positions held",
+                expected=self._length,
+                got=position,
+                length=self._length,
+            )
+        end = position + len(token_ids)
+        if end > self.max_positions:
+            raise TooManyPositions(
+                f"{end} positions: expected at most {self.max_positions}",
+                expected=self.max_positions,
+                got=end,
+            )
+        compressed = compress(token_ids, mask, self.tables)
+        self._ids[self._num_before + position : self._num_before + end] = compressed
+        self._length = end
+        held = self._ids[position : self._num_before + end]
+        oldest_first = np.lib.stride_tricks.sliding_window_view(held, self.tables.max_ngram_size)
+        windows = block(oldest_first[:, ::-1], self.tables.pad_id)
+        return hash_windows(windows, self.tables)
