@@ -64,7 +64,9 @@ class RowFormat:
         head_dim = rows.shape[1] // self.block_bytes * self.block_values
         if rows.size == 0:
             return np.empty((len(rows), head_dim), dtype=np.float32)
-        return self.decode(np.ascontiguousarray(rows)).reshape(len(rows), head_dim)
+        # A file may hold any bits, infinities and NaN among them: they decode to what they say.
+        with np.errstate(all="ignore"):
+            return self.decode(np.ascontiguousarray(rows)).reshape(len(rows), head_dim)
 
 
 def row_format(name: str) -> RowFormat:
@@ -123,11 +125,11 @@ def dequantize_fp8_matrix(
             expected=list(want),
             got=list(scales.shape),
         )
-    num_rows, num_columns = codes.shape
-    by_row = np.repeat(e8m0_to_f32(scales), QUANT_GROUP, axis=1)[:, :num_columns]
+    by_row = np.repeat(e8m0_to_f32(scales), QUANT_GROUP, axis=1)[:, : codes.shape[1]]
     values = e4m3_to_f32(codes)
     for group, scale in enumerate(by_row):
-        values[group * QUANT_GROUP : min((group + 1) * QUANT_GROUP, num_rows)] *= scale
+        with np.errstate(all="ignore"):
+            values[group * QUANT_GROUP : (group + 1) * QUANT_GROUP] *= scale
     return values
 
 
@@ -181,10 +183,7 @@ def _decode_blocks(name: str, block_bytes: int) -> _Decode:
     quant = getattr(gguf.quants, name)
 
     def decode(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        quant.init_grid()
-        # A file may hold any bits, infinities and NaN among them: they decode to what they say.
-        with np.errstate(all="ignore"):
-            values: NDArray[np.float32] = quant.dequantize_blocks(rows.reshape(-1, block_bytes))
+        values: NDArray[np.float32] = quant.dequantize_blocks(rows.reshape(-1, block_bytes))
         return values
 
     return decode
