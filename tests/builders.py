@@ -22,28 +22,8 @@ from tokenizers.models import WordLevel
 from tests.oracle import derive_hash, token_map
 
 WORDS = [
-    "The",
-    "the",
-    "<pad>",
-    "THE",
-    "cat",
-    "Cat",
-    "sat",
-    "SAT",
-    "on",
-    "mat",
-    "hat",
-    "Hat",
-    "of",
-    "a",
-    "A",
-    "is",
-    "it",
-    "nine",
-    "ten",
-    "x",
-    "y",
-    "z",
+    *("The", "the", "<pad>", "THE", "cat", "Cat", "sat", "SAT", "on", "mat", "hat", "Hat"),
+    *("of", "a", "A", "is", "it", "nine", "ten", "x", "y", "z"),
 ]
 """Raw vocabulary of 22 words, 16 when compressed; token_map[2] = 1, so pad is not its own image."""
 
