@@ -160,7 +160,8 @@ class Internal(EngramError):
 class StepRefused(EngramError):
     """A step some of whose segments were refused; nothing was changed.
 
-    `segments` lists every failing segment in order: {index, code, length, epoch, ...}.
+    `segments` lists every failing segment in order: {index, code, length, epoch, ...}, where
+    `index` is the segment's and `token_index` that of a conflict, counted inside the segment.
     The code of the whole is that of the first.
     """
 
@@ -171,13 +172,18 @@ class StepRefused(EngramError):
             + (f" ({len(errors)} segments refused)" if len(errors) > 1 else ""),
             expected=first.expected,
             got=first.got,
-            **first.details,
+            **_in_step(first),
         )
         self.first = first
         self.segments = [
-            {"index": index, "code": error.code, "detail": error.message, **error.details}
+            {"index": index, "code": error.code, "detail": error.message, **_in_step(error)}
             for index, error in errors
         ]
+
+
+def _in_step(error: EngramError) -> dict[str, Any]:
+    """A refusal's values, its token's index named apart from its segment's."""
+    return {"token_index" if k == "index" else k: v for k, v in error.details.items()}
 
 
 class CheckpointError(EngramError):

@@ -25,6 +25,10 @@ class Backend(Protocol):
     geometry: Geometry
     hash_tables: EngramHashTables
     num_slots: int
+    encodings: tuple[str, ...]
+    """Format of each layer's stored rows, by layer index (names of `quant.py`)."""
+    row_bytes: tuple[int, ...]
+    """Bytes of one stored row of each layer, by layer index."""
     numerics: Mapping[str, str]
     """What runs and what it promises, for `info` (kernel class -> how)."""
 
