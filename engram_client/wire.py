@@ -177,23 +177,33 @@ def decode_tensors(buf: memoryview | bytes | bytearray) -> dict[str, TensorView]
     """
     file = memoryview(buf).cast("B") if len(buf) else memoryview(b"")
     head, data = _split_head(file)
+    return {
+        name: TensorView(dtype, shape, data[begin:end])
+        for name, ((dtype, shape), begin, end) in decode_head(head, data.nbytes).items()
+    }
+
+
+def decode_head(head: bytes, data_bytes: int) -> dict[str, tuple[TensorSpec, int, int]]:
+    """Return the dtype, shape, first and last offset of each tensor, in the order of their data.
+
+    head: the JSON text; data_bytes: of what follows it
+    Raises WireError.
+    """
     entries = load_json(head)
     if not isinstance(entries, dict) or head[0] != ord("{"):
         raise WireError("the head is not a JSON object", expected="{name: {...}}", got="other")
     found = {name: _read_entry(name, entry) for name, entry in entries.items()}
-    end = 0
-    for name, (_, begin, stop) in sorted(found.items(), key=lambda item: item[1][1:]):
-        if begin != end:
+    found = dict(sorted(found.items(), key=lambda item: item[1][1:]))
+    at = 0
+    for name, (_, begin, end) in found.items():
+        if begin != at:
             raise WireError(
-                f"tensor {name!r} leaves a hole or overlaps", expected=f"offset {end}", got=begin
+                f"tensor {name!r} leaves a hole or overlaps", expected=f"offset {at}", got=begin
             )
-        end = stop
-    if end != data.nbytes:
-        raise WireError("the data ends elsewhere than the file", expected=end, got=data.nbytes)
-    return {
-        name: TensorView(dtype, shape, data[begin:stop])
-        for name, ((dtype, shape), begin, stop) in found.items()
-    }
+        at = end
+    if at != data_bytes:
+        raise WireError("the data ends elsewhere than the file", expected=at, got=data_bytes)
+    return found
 
 
 def _split_head(file: memoryview) -> tuple[bytes, memoryview]:
