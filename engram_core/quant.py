@@ -137,7 +137,7 @@ def requantize(rows: torch.Tensor) -> torch.Tensor:
     """Round wkv's input as the official model does: e4m3 with a power-of-two scale per 32 values.
 
     amax = max(largest |x| of the group, 1e-4); scale = 2^ceil(log2(amax / 448)); the value is
-    e4m3(clamp(x / scale, +-448)) * scale. A NaN in a group makes the group NaN.
+    e4m3(clamp(x / scale, +-448)) * scale. A NaN or infinity makes its group NaN.
 
     rows: bfloat16 [..., k], k a multiple of 32
     Returns: bfloat16, the same shape (a code times a power of two is exact)
@@ -146,12 +146,12 @@ def requantize(rows: torch.Tensor) -> torch.Tensor:
     """
     groups = rows.float().reshape(*rows.shape[:-1], -1, QUANT_GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
-    # frexp gives amax / 448 = m * 2^e with m in [0.5, 1): the ceiling of its log2, exactly.
-    mantissa, exponent = torch.frexp(amax * (1.0 / 448.0))
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    scale = torch.ldexp(torch.ones_like(amax), exponent)
+    # 2^ceil(log2) by bits: carry into the exponent unless the mantissa is zero, then clear it.
+    bits = (amax * (1.0 / 448.0)).view(torch.int32)
+    power = ((bits + 0x007F_FFFF) & 0x7F80_0000).view(torch.float32)
+    scale = torch.where(amax.isfinite(), power, torch.nan)
     codes = (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).flatten(-2).to(torch.bfloat16)
+    return (codes.float() * scale).reshape(rows.shape).to(torch.bfloat16)
 
 
 def _e4m3_table() -> NDArray[np.float32]:

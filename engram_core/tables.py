@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -215,11 +216,12 @@ def _check_extent(part: StoredPart, file: int, num_rows: int) -> None:
 
 def _read_rows(part: StoredPart, file: int, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Read ascending rows into out [n, row_bytes], neighbours with one call."""
+    if not len(ids):
+        return
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     bounds = [0, *breaks.tolist(), len(ids)]
-    buffer = memoryview(out).cast("B")
-    width = part.row_bytes
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    buffer, width = out.reshape(-1).data, part.row_bytes
+    for first, last in pairwise(bounds):
         # Python integers: no product overflows, whatever the table's size.
         offset = part.offset + int(ids[first]) * width
         _read_fully(part.path, file, buffer[first * width : last * width], offset)
@@ -230,7 +232,8 @@ def _read_fully(path: Path, file: int, buffer: memoryview, offset: int) -> None:
         count = os.preadv(file, [buffer], offset)
         if count == 0:
             raise CheckpointError(
-                f"{path}: expected {len(buffer)} more bytes at offset {offset}, the file ends there",
+                f"{path}: expected {len(buffer)} more bytes at offset {offset}, "
+                "the file ends there",
                 expected=len(buffer),
                 got=0,
             )

@@ -52,10 +52,7 @@ def token_map_from_tokenizer(path: Path) -> NDArray[np.int32]:
                 expected=f"ids 0..{vocab_size - 1}",
                 got=f"none with {token_id}",
             )
-        if _REPLACEMENT in text:
-            key = token
-        else:
-            key = normalizer.normalize_str(text) or text
+        key = token if _REPLACEMENT in text else normalizer.normalize_str(text) or text
         token_map[token_id] = numbers.setdefault(key, len(numbers))
     return token_map
 
