@@ -40,7 +40,8 @@ class Session:
     def in_place(self, position: int, ids: Sequence[int], *, truncate: bool) -> bool:
         """Every id is there already (and a truncating push would end where the session ends)."""
         end = position + len(ids)
-        there = end <= self.length and self.ids[position:end] == list(ids)
+        there = self.base <= position and end <= self.length
+        there = there and self.ids[position:end] == list(ids)
         return there and not (truncate and end != self.length)
 
 
@@ -81,13 +82,17 @@ class Sessions:
         self, tenant: str, session_id: int, source_id: int, position: int, epoch: int = LEFT_OUT
     ) -> Session | None:
         """With the history of another session up to `position`."""
-        opened_as = "fork", source_id, position
+        opened_as = "fork", source_id, position, epoch
         if (tenant, session_id) in self.held:
             if self.held[tenant, session_id].opened_as == opened_as:
                 return None
             raise Refused("session_exists")
         source = self.find(tenant, source_id)
         codes = self.reading_refused(source, position, 0, epoch)
+        if self.named(source, epoch) > source.epoch:
+            codes = codes - {"not_pushed"} | {"stale_epoch"}
+        if position > source.length:
+            codes.add("not_pushed")
         if codes:
             raise Refused(*codes)
         history = source.ids[:position]
