@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Compiles csrc for every architecture; warnings, spills and local memory are errors, and every
+# architecture asked for must be in the library. Needs nvcc 13, no GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build=build/cuda
+architectures="80;90a;100f;120a;121a"
+cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+  -DENGRAM_ARCHITECTURES="$architectures" >/dev/null
+cmake --build "$build" --clean-first 2>&1 | tee "$build/log.txt" | grep -E "error|warning|FAILED" || true
+test "${PIPESTATUS[0]}" -eq 0
+
+python3 - "$build" "$architectures" <<'PY'
+import re, sys
+from pathlib import Path
+
+build, architectures = Path(sys.argv[1]), sys.argv[2].split(";")
+log = (build / "log.txt").read_text()
+library = (build / "libengram_cuda.so").read_bytes()
+failures = []
+for architecture in architectures:
+    # ptxas names each image it compiles; the f form compiles as the plain architecture's family.
+    if log.count("for 'sm_") and f"'sm_{architecture}'" not in log:
+        failures.append(f"no kernel was compiled for sm_{architecture}")
+for size in re.findall(r"(\d+) bytes spill stores", log):
+    if int(size):
+        failures.append(f"spills {size} bytes")
+for size in re.findall(r"(\d+) bytes smem", log):
+    if int(size) > 48 * 1024:
+        failures.append(f"{size} bytes of static shared memory")
+kernels = len(re.findall(r"Compiling entry function", log))
+print(f"{kernels} kernels over {len(architectures)} architectures, {len(library) / 1e6:.1f} MB")
+if failures:
+    sys.exit("\n".join(failures))
+PY
