@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isqrt
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engram_core.errors import CheckpointError, UnknownLayer
+from engram_core.errors import UnknownLayer
+from engram_core.hash_constants import (
+    INT64_MAX,
+    check_orders,
+    check_token_map,
+    compressed_pad,
+    derive_multipliers,
+    integers,
+    require,
+    smallest_primes,
+)
 
-INT64_MAX = 2**63 - 1
 MAX_HC_MULT = 4
-MAX_BASE_SIZE = 2**31
-"""Largest bucket size primes are searched from: bounds the sieve a hostile config can ask for."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,14 @@ class Geometry:
     table_rows: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_orders(self.layer_ids, self.max_ngram_size, self.num_heads)
+        check_orders(self.layer_ids, self.max_ngram_size, self.num_heads)
         for name in ("head_dim", "dim"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(1 <= self.hc_mult <= MAX_HC_MULT, "hc_mult", f"1..{MAX_HC_MULT}", self.hc_mult)
-        _require(0.0 <= self.eps < 1.0, "eps", "a number in [0, 1)", self.eps)
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        require(1 <= self.hc_mult <= MAX_HC_MULT, "hc_mult", f"1..{MAX_HC_MULT}", self.hc_mult)
+        require(0.0 <= self.eps < 1.0, "eps", "a number in [0, 1)", self.eps)
         num_tables = len(self.table_rows)
-        _require(
-            num_tables == self.num_layers, "table_rows", f"{self.num_layers} sizes", num_tables
-        )
-        _require(min(self.table_rows) >= 1, "table_rows", "at least 1 each", self.table_rows)
+        require(num_tables == self.num_layers, "table_rows", f"{self.num_layers} sizes", num_tables)
+        require(min(self.table_rows) >= 1, "table_rows", "at least 1 each", self.table_rows)
 
     @property
     def num_layers(self) -> int:
@@ -120,7 +123,7 @@ class EngramHashTables:
         }
         for name, (dtype, shape) in shapes.items():
             array = np.array(getattr(self, name), dtype=dtype)
-            _require(array.shape == shape, name, f"shape {list(shape)}", list(array.shape))
+            require(array.shape == shape, name, f"shape {list(shape)}", list(array.shape))
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
@@ -141,8 +144,8 @@ class EngramHashTables:
 
         Raises: CheckpointError.
         """
-        _check_orders(layer_ids, max_ngram_size, num_heads)
-        compressed_vocab_size = int(_check_token_map(token_map).max()) + 1
+        check_orders(layer_ids, max_ngram_size, num_heads)
+        compressed_vocab_size = int(check_token_map(token_map).max()) + 1
         count = len(layer_ids) * (max_ngram_size - 1) * num_heads
         return cls.from_flat(
             layer_ids,
@@ -179,27 +182,27 @@ class EngramHashTables:
 
         Raises: CheckpointError naming the value, expected and got.
         """
-        _check_orders(layer_ids, max_ngram_size, num_heads)
-        ids = _check_token_map(token_map)
+        check_orders(layer_ids, max_ngram_size, num_heads)
+        ids = check_token_map(token_map)
         compressed_vocab_size = int(ids.max()) + 1
         num_layers, cols = len(layer_ids), (max_ngram_size - 1) * num_heads
-        mult = _integers("multipliers", multipliers, num_layers * max_ngram_size)
+        mult = integers("multipliers", multipliers, num_layers * max_ngram_size)
         # 2 * bound - 1 of `derive_multipliers` never exceeds this, so no product overflows int64.
         highest = INT64_MAX // compressed_vocab_size
         for value in mult.tolist():
             legal = value % 2 == 1 and 0 < value <= highest
-            _require(legal, "multipliers", f"odd numbers in 1..{highest}", value)
-        buckets = _integers("primes", primes, num_layers * cols).reshape(num_layers, cols)
-        _require(int(buckets.min()) >= 1, "primes", "at least 1 each", int(buckets.min()))
+            require(legal, "multipliers", f"odd numbers in 1..{highest}", value)
+        buckets = integers("primes", primes, num_layers * cols).reshape(num_layers, cols)
+        require(int(buckets.min()) >= 1, "primes", "at least 1 each", int(buckets.min()))
         rows = max(sum(layer) for layer in buckets.tolist())
-        _require(rows <= INT64_MAX, "primes", "a sum inside int64", rows)
+        require(rows <= INT64_MAX, "primes", "a sum inside int64", rows)
         starts = np.cumsum(buckets, axis=1) - buckets
         if offsets is not None:
-            given = _integers("offsets", offsets, starts.size).reshape(starts.shape)
+            given = integers("offsets", offsets, starts.size).reshape(starts.shape)
             for column in np.argwhere(given != starts)[:1].tolist():
                 where = f"offsets{column}"
                 expected = f"{starts[tuple(column)]} (sum of the primes before it)"
-                _require(False, where, expected, int(given[tuple(column)]))
+                require(False, where, expected, int(given[tuple(column)]))
         return cls(
             layer_ids=tuple(layer_ids),
             max_ngram_size=max_ngram_size,
@@ -208,7 +211,7 @@ class EngramHashTables:
             multipliers=mult.reshape(num_layers, max_ngram_size),
             primes=buckets.reshape(num_layers, max_ngram_size - 1, num_heads),
             offsets=starts,
-            pad_id=_compressed_pad(ids, pad_id, pad_token_id),
+            pad_id=compressed_pad(ids, pad_id, pad_token_id),
         )
 
     @property
@@ -249,96 +252,6 @@ class EngramHashTables:
         if compressed_vocab_size is not None:
             got = self.compressed_vocab_size
             ok = got == compressed_vocab_size
-            _require(ok, "compressed_vocab_size", compressed_vocab_size, got)
+            require(ok, "compressed_vocab_size", compressed_vocab_size, got)
         if table_rows is not None:
-            _require(self.table_rows == tuple(table_rows), "rows", self.table_rows, table_rows)
-
-
-def derive_multipliers(
-    layer_id: int, max_ngram_size: int, compressed_vocab_size: int
-) -> NDArray[np.int64]:
-    """Draw a layer's odd multipliers: int64 [max_ngram_size], index 0 for the newest token.
-
-    Source: engram-format 2.3. The bound keeps id * multiplier inside int64.
-    """
-    bound = max(1, INT64_MAX // compressed_vocab_size // 2)
-    rng = np.random.default_rng(10007 * layer_id)
-    return rng.integers(0, bound, size=max_ngram_size, dtype=np.int64) * 2 + 1
-
-
-def smallest_primes(base_size: int, count: int) -> list[int]:
-    """List the `count` smallest primes >= base_size, ascending.
-
-    The model restarts its search at base_size for every (layer, order) but never takes a prime
-    twice, over all layers: in (layer, order, head) order that is this list.
-
-    Raises: CheckpointError for a base_size outside 1..2**31.
-    """
-    _require(1 <= base_size <= MAX_BASE_SIZE, "base_size", f"1..{MAX_BASE_SIZE}", base_size)
-    found: list[int] = []
-    start, width = base_size, 4096
-    while len(found) < count:
-        found += _primes_between(start, start + width)
-        start += width
-    return found[:count]
-
-
-def _primes_between(start: int, stop: int) -> list[int]:
-    """Sieve start..stop-1."""
-    divisors = np.ones(isqrt(stop) + 1, dtype=np.bool_)
-    divisors[:2] = False
-    for i in range(2, isqrt(divisors.size) + 1):
-        if divisors[i]:
-            divisors[i * i :: i] = False
-    is_prime = np.ones(stop - start, dtype=np.bool_)
-    is_prime[: max(0, 2 - start)] = False
-    for divisor in np.flatnonzero(divisors).tolist():
-        first = max(divisor * divisor, -(-start // divisor) * divisor)
-        is_prime[first - start :: divisor] = False
-    return [start + int(i) for i in np.flatnonzero(is_prime)]
-
-
-def _require(ok: bool, name: str, expected: object, got: object) -> None:
-    if not ok:
-        raise CheckpointError(f"{name}: expected {expected}, got {got}", expected=expected, got=got)
-
-
-def _check_orders(layer_ids: Sequence[int], max_ngram_size: int, num_heads: int) -> None:
-    legal = len(layer_ids) > 0 and min(layer_ids) >= 0 and len(set(layer_ids)) == len(layer_ids)
-    _require(legal, "layer_ids", "one or more distinct ids >= 0", list(layer_ids))
-    _require(2 <= max_ngram_size <= 64, "max_ngram_size", "2..64", max_ngram_size)
-    _require(1 <= num_heads <= 1024, "num_heads", "1..1024", num_heads)
-
-
-def _integers(name: str, values: ArrayLike, count: int | None = None) -> NDArray[np.int64]:
-    """Read integers of any type by value into a flat int64 array."""
-    array: NDArray[Any] = np.asarray(values)
-    _require(array.dtype.kind in "iu", name, "integers", array.dtype.name)
-    if count is not None:
-        _require(array.size == count, name, f"{count} values", array.size)
-    _require(array.size > 0, name, "at least one value", 0)
-    _require(int(array.max()) <= INT64_MAX, name, f"at most {INT64_MAX}", int(array.max()))
-    return array.reshape(-1).astype(np.int64)
-
-
-def _check_token_map(values: ArrayLike) -> NDArray[np.int32]:
-    array = _integers("token_map", values)
-    # The seed project reads -1 as "unmapped"; the real map holds none, so one is a broken file.
-    for index in np.flatnonzero((array < 0) | (array > 2**31 - 2))[:1].tolist():
-        _require(False, f"token_map[{index}]", "0..2147483646", int(array[index]))
-    return array.astype(np.int32)
-
-
-def _compressed_pad(
-    token_map: NDArray[np.int32], pad_id: int | None, pad_token_id: int | None
-) -> int:
-    if (pad_id is None) == (pad_token_id is None):
-        raise CheckpointError("give exactly one of pad_id (compressed) and pad_token_id (token)")
-    if pad_token_id is not None:
-        size = token_map.size
-        _require(0 <= pad_token_id < size, "pad_token_id", f"0..{size - 1}", pad_token_id)
-        return int(token_map[pad_token_id])
-    assert pad_id is not None
-    highest = int(token_map.max())
-    _require(0 <= pad_id <= highest, "pad_id", f"0..{highest}", pad_id)
-    return pad_id
+            require(self.table_rows == tuple(table_rows), "rows", self.table_rows, table_rows)

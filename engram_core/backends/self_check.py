@@ -1,0 +1,66 @@
+"""What runs, compared with what is promised: done once at start, before anything is served."""
+
+from __future__ import annotations
+
+import torch
+
+from engram_core.backends.gate import Gate, sigmoid
+from engram_core.backends.projection import PROJECT_TOKENS, Projection, rounding_bound
+from engram_core.errors import SelfCheckFailed
+from engram_core.geometry import Geometry
+
+_CHECKED_TOKENS = (1, 2, 3, 7, 15, 16, 17, 33, 64, 100)
+_CHECKED_SIGMOIDS = (*_CHECKED_TOKENS, 8200)
+_BOUND_TOKENS, _BOUND_OUTPUTS = 16, 64
+
+
+def check_sigmoid(generator: torch.Generator) -> None:
+    """Compare the sigmoid over numbers of values. Raises: SelfCheckFailed."""
+    values = torch.randn(max(_CHECKED_SIGMOIDS), generator=generator)
+    whole = sigmoid(values)
+    for count in _CHECKED_SIGMOIDS:
+        _require_equal("sigmoid", count, sigmoid(values[-count:]), whole[-count:])
+
+
+def check_projection(project: Projection, generator: torch.Generator) -> None:
+    """Compare bits over batch sizes, and values with float64. Raises: SelfCheckFailed."""
+    in_features = project.wkv.shape[1]
+    rows = torch.randn((PROJECT_TOKENS, in_features), generator=generator).to(torch.bfloat16)
+    whole = project(rows).clone()
+    for count in _CHECKED_TOKENS:
+        _require_equal("wkv", count, project(rows[-count:]), whole[-count:])
+    x = rows[:_BOUND_TOKENS].double()
+    wkv = project.wkv[:_BOUND_OUTPUTS].double()
+    got = whole[:_BOUND_TOKENS, : len(wkv)].double()
+    outside = (got - x @ wkv.t()).abs() > rounding_bound(got, x, wkv)
+    if outside.any():
+        count = int(outside.sum())
+        raise SelfCheckFailed(
+            f"wkv: {count} of {outside.numel()} values differ from float64 by more than one "
+            "float32 accumulation and one rounding allow",
+            expected=0,
+            got=count,
+        )
+
+
+def check_gate(gate: Gate, geometry: Geometry, generator: torch.Generator) -> None:
+    """Compare bits over batch sizes. Raises: SelfCheckFailed."""
+    most = max(_CHECKED_TOKENS)
+    residual = torch.randn((most, geometry.hc_mult, geometry.dim), generator=generator)
+    kv = torch.randn((most, geometry.hc_mult + 1, geometry.dim), generator=generator)
+    kv = kv.to(torch.bfloat16)
+    whole = gate(residual, kv)
+    for count in _CHECKED_TOKENS:
+        _require_equal("gate", count, gate(residual[-count:], kv[-count:]), whole[-count:])
+
+
+def _require_equal(what: str, count: int, got: torch.Tensor, expected: torch.Tensor) -> None:
+    unequal = got.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
+    if unequal.any():
+        raise SelfCheckFailed(
+            f"{what}: {int(unequal.sum())} bytes of a batch of {count} differ from the same "
+            "values in a larger batch; expected 0. This CPU (or build of torch) is not supported",
+            expected=0,
+            got=int(unequal.sum()),
+            batch=count,
+        )

@@ -1,0 +1,253 @@
+"""The memory ledger: what will be held where, decided and checked before anything is loaded.
+
+On a part whose CPU and GPU share memory this is the only guard: cgroups do not see CUDA memory,
+and a host that runs out wedges until a power cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from engram_core.errors import MemoryShort
+
+HELD_ID_BYTES = 4
+"""Bytes of one held token id (a compressed id, int32)."""
+
+_PAGE_BYTES = 4096
+_GIB = 1 << 30
+
+
+class Placement(StrEnum):
+    """Where the tables lie."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Pool(StrEnum):
+    """What runs out. A CPU, and a part with shared memory, have the host's alone."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Readings, taken by the caller.
+
+    host_available_bytes: MemAvailable (evictable page cache counts as available)
+    device_free_bytes: of the GPU's own memory; None = there is no GPU
+    integrated: the GPU uses the host's memory; its own "free" counts page cache as used and is
+        not looked at
+    swap_used_bytes: for the notes
+    """
+
+    host_available_bytes: int
+    device_free_bytes: int | None = None
+    integrated: bool = False
+    swap_used_bytes: int = 0
+
+    @property
+    def has_device_pool(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device_free_bytes is not None and not self.integrated
+
+    def available(self, pool: Pool) -> int:
+        """Bytes left in a pool now."""
+        free = self.host_available_bytes if pool is Pool.HOST else self.device_free_bytes
+        return free or 0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What has to be held, in bytes.
+
+    tables: rows of all layers as stored; wkv: as the backend keeps it; kv_store: all slots
+    workspaces: of the backend; in_flight: bodies and answers; held_ids: token ids of sessions
+    context: of the device's driver; reserve: left free in every pool
+    """
+
+    tables: int
+    wkv: int
+    kv_store: int
+    workspaces: int
+    in_flight: int
+    held_ids: int
+    reserve: int
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the ledger."""
+
+    name: str
+    num_bytes: int
+    pool: Pool
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What is held where. why: the reason for the placement, a sentence; notes: to be shown."""
+
+    placement: Placement
+    lines: tuple[Line, ...]
+    why: str
+    notes: tuple[str, ...] = ()
+
+    def total(self, pool: Pool) -> int:
+        """Bytes of a pool, its reserve included."""
+        return sum(line.num_bytes for line in self.lines if line.pool is pool)
+
+    def table(self) -> list[str]:
+        """Lay the ledger out for people, a line each."""
+        width = max(len(line.name) for line in self.lines)
+        rows = [
+            f"{line.name:<{width}}  {line.pool:<6}  {line.num_bytes / _GIB:10.3f} GiB"
+            for line in self.lines
+        ]
+        totals = [
+            f"{'total':<{width}}  {pool:<6}  {self.total(pool) / _GIB:10.3f} GiB"
+            for pool in Pool
+            if any(line.pool is pool for line in self.lines)
+        ]
+        return [*rows, *totals, f"placement {self.placement}: {self.why}", *self.notes]
+
+
+def plan(needs: Needs, memory: Memory, placement: str = "auto") -> Ledger:
+    """Choose where the tables lie, fastest first, and refuse what does not fit.
+
+    placement: "auto", or one of `Placement`
+
+    Raises: MemoryShort saying what is missing where, and what to change.
+    """
+    notes = _notes(memory)
+    refused: list[str] = []
+    for candidate in _candidates(memory, placement):
+        lines = _lines(needs, memory, candidate)
+        ledger = Ledger(candidate, lines, _why(candidate, refused), notes)
+        missing = _missing(ledger, memory)
+        if missing is None:
+            return ledger
+        refused.append(f"{candidate}: {missing}")
+    raise MemoryShort(
+        f"tables, weights and store do not fit ({'; '.join(refused)}); lower kv_store_bytes, "
+        "in_flight_bytes or memory_reserve_bytes, or use placement disk",
+        expected="a plan that fits",
+        got=refused,
+    )
+
+
+def check(needs: Needs, ledger: Ledger, memory: Memory) -> None:
+    """After loading: refuse to serve when less than the reserve is left. Raises: MemoryShort."""
+    for pool in {line.pool for line in ledger.lines}:
+        left = memory.available(pool)
+        if left < needs.reserve:
+            raise MemoryShort(
+                f"{pool} memory: expected {needs.reserve} bytes left after loading, got {left}; "
+                "something else on this machine uses memory, or the ledger is wrong",
+                expected=needs.reserve,
+                got=left,
+            )
+
+
+def host_available_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Read MemAvailable, and the room of this process's container where that is less."""
+    kib = next(
+        line.split()[1]
+        for line in meminfo.read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    available = int(kib) * 1024
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((cgroup / "memory.current").read_text())
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            cache = int(stat["inactive_file"]) + int(stat["active_file"])
+            available = min(available, int(limit) - used + cache)
+    except OSError:
+        pass  # no container limit (cgroup v2) to read
+    return max(0, available)
+
+
+def _candidates(memory: Memory, placement: str) -> Sequence[Placement]:
+    """Placements to try, fastest first."""
+    if memory.has_device_pool:
+        known = [Placement.DEVICE, Placement.HOST, Placement.DISK]
+    elif memory.integrated:
+        # Pinned host memory is the same memory: it saves nothing and cannot be evicted.
+        known = [Placement.DEVICE, Placement.DISK]
+    else:
+        known = [Placement.HOST, Placement.DISK]
+    if placement == "auto":
+        return known
+    if placement not in known:
+        advice = (
+            "host and device are one memory here" if memory.integrated else "there is no device"
+        )
+        allowed = ", ".join(["auto", *known])
+        raise MemoryShort(
+            f"placement: expected one of {allowed}, got {placement!r} ({advice})",
+            expected=allowed,
+            got=placement,
+        )
+    return [Placement(placement)]
+
+
+def _lines(needs: Needs, memory: Memory, placement: Placement) -> tuple[Line, ...]:
+    device = Pool.DEVICE if memory.has_device_pool else Pool.HOST
+    tables = {
+        Placement.DEVICE: Line("tables", needs.tables, device),
+        Placement.HOST: Line("tables", _pages(needs.tables), Pool.HOST),
+        Placement.DISK: Line("tables (on disk)", 0, Pool.HOST),
+    }
+    lines = [
+        tables[placement],
+        Line("wkv", needs.wkv, device),
+        Line("kv store", needs.kv_store, device),
+        Line("workspaces", needs.workspaces, device),
+        Line("context", needs.context, device),
+        Line("in flight", needs.in_flight, Pool.HOST),
+        Line("held ids", needs.held_ids, Pool.HOST),
+        Line("reserve", needs.reserve, Pool.HOST),
+    ]
+    if device is not Pool.HOST:
+        lines.append(Line("reserve", needs.reserve, device))
+    return tuple(line for line in lines if line.num_bytes or "tables" in line.name)
+
+
+def _pages(num_bytes: int) -> int:
+    """Whole pages. Buffers are pinned in place: torch's pinned allocator would round each up to a
+    power of two (39.3 GiB of Q3_K rows to 64)."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _missing(ledger: Ledger, memory: Memory) -> str | None:
+    for pool in {line.pool for line in ledger.lines}:
+        needed, available = ledger.total(pool), memory.available(pool)
+        if needed > available:
+            return f"{needed / _GIB:.1f} GiB of {pool} memory needed, {available / _GIB:.1f} there"
+    return None
+
+
+def _why(placement: Placement, refused: Sequence[str]) -> str:
+    if refused:
+        return f"the first that fits ({'; '.join(refused)})"
+    return {
+        Placement.DEVICE: "everything fits the device",
+        Placement.HOST: "everything fits the host's memory",
+        Placement.DISK: "asked for",
+    }[placement]
+
+
+def _notes(memory: Memory) -> tuple[str, ...]:
+    if not memory.swap_used_bytes:
+        return ()
+    return (f"note: {memory.swap_used_bytes / _GIB:.1f} GiB of swap are in use",)
