@@ -24,7 +24,8 @@ from engram_core.checkpoint.layouts import (
     gguf_layout,
     nearest,
 )
-from engram_core.geometry import EngramHashTables, derive_multipliers, smallest_primes
+from engram_core.geometry import EngramHashTables
+from engram_core.hash_constants import derive_multipliers, smallest_primes
 from engram_core.quant import QUANT_GROUP
 from engram_core.token_map import token_map_from_tokenizer
 
