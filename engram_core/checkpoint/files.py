@@ -90,6 +90,20 @@ class RegularFile:
             offset += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def read_into(self, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill `buffer` from `offset` on, and drop what was read from the page cache.
+
+        For tables: the cached copy would compete with the resident one for the same memory.
+        """
+        begin, end = offset, offset + len(buffer)
+        while buffer:
+            count = os.preadv(self._fd, [buffer], offset)
+            if count == 0:
+                got = f"a file that ends at {offset}"
+                raise refusal(self.path, what, expected=f"{end} bytes", got=got)
+            buffer, offset = buffer[count:], offset + count
+        os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
     def read_all(self, limit: int, what: str) -> bytes:
         """Read the whole file. Raises CheckpointError above `limit` bytes."""
         if self.size > limit:
