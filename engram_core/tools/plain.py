@@ -69,22 +69,13 @@ def stored_rows(table: TableSource, row_ids: Sequence[int]) -> NDArray[np.uint8]
 
 def decoded_rows(encoding: str, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Decode stored rows and round them to bfloat16: float64 [n, values]."""
-    if encoding == "E4M3_E8M0_32":
-        num_groups = rows.shape[1] // 33
-        codes = rows[:, : num_groups * 32].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        scales = rows[:, num_groups * 32 :].copy().view(ml_dtypes.float8_e8m0fnu)
-        values = codes * np.repeat(scales.astype(np.float64), 32, axis=1)
-    else:
-        kind = gguf.GGMLQuantizationType[encoding]
-        with np.errstate(all="ignore"):
-            values = gguf.quants.dequantize(rows, kind).astype(np.float64)
-    as_bf16 = values.astype(np.float32).astype(ml_dtypes.bfloat16)
+    as_bf16 = _decoded(encoding, rows).astype(np.float32).astype(ml_dtypes.bfloat16)
     rounded: NDArray[np.float64] = as_bf16.astype(np.float64)
     return rounded
 
 
 def decoded_wkv(wkv: TensorSource, first: int, count: int) -> NDArray[np.float64]:
-    """Read `count` outputs of wkv from `first` (a multiple of 32): float64 [count, in]."""
+    """Read `count` outputs of wkv from `first` (a multiple of 32), rounded: float64 [count, in]."""
     rows = _raw(wkv, first, count)
     if wkv.scale is None:
         return decoded_rows(wkv.type, rows)
@@ -93,6 +84,12 @@ def decoded_wkv(wkv: TensorSource, first: int, count: int) -> NDArray[np.float64
     blocks = np.repeat(np.repeat(scales.astype(np.float64), 32, axis=0), 32, axis=1)
     values: NDArray[np.float64] = codes * blocks[: codes.shape[0], : codes.shape[1]]
     return values
+
+
+def decoded_gate(q: TensorSource, k: TensorSource) -> NDArray[np.float64]:
+    """Read q * k as stored, not rounded: float64 [hc, dim]."""
+    first, second = (_decoded(t.type, _raw(t, 0, t.shape[0])) for t in (q, k))
+    return first * second
 
 
 def requantized(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -131,6 +128,17 @@ def gate_interval(
     sides = [residual + end[:, :, None] * value for end in ends]
     slack = _F32_EPS * (np.abs(residual) + 2 * np.abs(value))
     return np.minimum(*sides) - slack, np.maximum(*sides) + slack
+
+
+def _decoded(encoding: str, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
+    if encoding == "E4M3_E8M0_32":
+        num_groups = rows.shape[1] // 33
+        codes = rows[:, : num_groups * 32].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        scales = rows[:, num_groups * 32 :].copy().view(ml_dtypes.float8_e8m0fnu)
+        return codes * np.repeat(scales.astype(np.float64), 32, axis=1)
+    with np.errstate(all="ignore"):
+        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[encoding])
+    return values.astype(np.float64)
 
 
 def _gate(dot: NDArray[np.float64]) -> NDArray[np.float64]:

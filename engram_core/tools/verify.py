@@ -201,9 +201,8 @@ def _check_gate(
     out = torch.empty_like(residual)
     backend.gate(index, slots, dead, residual, out)
     before, after = residual.double().numpy(), out.double().numpy()
-    q, k = (plain.decoded_wkv(source, 0, geometry.hc_mult) for source in (layer.q, layer.k))
-    kv = _read_kv(backend, index, slots)
-    low, high = plain.gate_interval(before, kv, q * k, geometry.eps)
+    kv, qk = _read_kv(backend, index, slots), plain.decoded_gate(layer.q, layer.k)
+    low, high = plain.gate_interval(before, kv, qk, geometry.eps)
     low, high = _rounded(low, dtype), _rounded(high, dtype)
     low[dead], high[dead] = before[dead], before[dead]
     beyond = np.maximum(np.maximum(low - after, after - high), 0.0)
