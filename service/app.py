@@ -1,0 +1,64 @@
+"""The application: the operations on FastAPI's router, behind the front door."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Match
+
+from service.calls import endpoint
+from service.door import Door
+from service.openapi import describe_route, document
+from service.operations import OPERATIONS
+from service.problems import MethodNotAllowed, NotFound
+from service.routes import HANDLERS
+from service.settings import Settings
+from service.state import Model, ServiceState
+
+
+def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
+    """Return the app of one service; `app.state.service` is its ServiceState.
+
+    model: what is served; None to load it later (`state.serve`).
+    """
+    state = ServiceState(settings)
+    app = FastAPI(
+        title="Engram",
+        version="1",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=[Middleware(Door, state=state)],
+        exception_handlers={HTTPException: _no_such_route},
+    )
+    app.state.service = state
+    for operation in OPERATIONS:
+        app.add_api_route(
+            operation.path,
+            endpoint(operation, HANDLERS[operation]),
+            methods=[operation.method],
+            **describe_route(operation),
+        )
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    if model is not None:
+        state.serve(model)
+    return app
+
+
+async def _no_such_route(request: Request, error: Exception) -> NoReturn:
+    """Say that a path, or its method, is not there. Raises NotFound, MethodNotAllowed."""
+    allowed = sorted(
+        method
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods
+    )
+    if not allowed:
+        raise NotFound("no such route", got=request.url.path[:120])
+    raise MethodNotAllowed(
+        "the route has other methods", expected=", ".join(allowed), got=request.method
+    )

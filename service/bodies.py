@@ -1,0 +1,199 @@
+"""Bodies in and out over ASGI: received into one buffer, sent from tensors' own memory.
+
+Slow peers do not hold memory: a sender or reader must keep up 1 MB/s after its first second.
+A refusal reaches also a client that writes its whole body first (it is read on for a while).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from engram_core.errors import BadRequest
+from service.admission import Lease
+from service.problems import BodyTooLarge, LengthRequired, RequestTimeout
+
+MIN_BYTES_PER_S = 1_000_000
+GRACE_S = 1.0
+READ_ON_S = 2.0
+SMALL_BODY_BYTES = 64 << 10
+"""An unread body up to this size is read before its refusal is sent; the connection lives on."""
+SEND_BYTES = 256 << 10
+"""A piece of an answer: what of it may lie in the transport when its bytes are given back."""
+
+Buffer = bytes | memoryview
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client left before its body was complete, or before it took its answer."""
+
+
+class Inbox:
+    """The body of one request, as it arrives."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length")
+        self.length = None if length is None else int(length) if length.isdigit() else -1
+        self.is_chunked = b"transfer-encoding" in headers
+        self.expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        self.num_bytes = 0
+        self.is_complete = not self.is_chunked and not self.length
+        self._receive = receive
+
+    async def next(self) -> bytes:
+        """Return the next bytes. Raises ClientGoneError."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.is_complete = True
+            raise ClientGoneError
+        self.is_complete = not message.get("more_body", False)
+        body: bytes = message.get("body", b"")
+        self.num_bytes += len(body)
+        return body
+
+    async def read_on(self, seconds: float) -> None:
+        """Throw away what still comes, for so long at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.is_complete:
+                    await self.next()
+        except (TimeoutError, ClientGoneError):
+            return
+
+
+async def receive_tensor(inbox: Inbox, lease: Lease) -> memoryview:
+    """Receive a body with Content-Length into one buffer, admitted before it is read.
+
+    Raises LengthRequired, BodyTooLarge, Overloaded, RequestTimeout, BadRequest, ClientGoneError.
+    """
+    if inbox.length is None:
+        raise LengthRequired("a tensor body needs its size first", expected="Content-Length")
+    return await _receive(inbox, lease, _checked_length(inbox.length))
+
+
+async def receive_json(inbox: Inbox, lease: Lease, max_bytes: int) -> memoryview:
+    """Receive a JSON body, with or without Content-Length, up to `max_bytes`.
+
+    Raises BodyTooLarge, Overloaded, RequestTimeout, BadRequest, ClientGoneError.
+    """
+    num_bytes = max_bytes if inbox.length is None else _checked_length(inbox.length)
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(
+            "a JSON body; large tensors travel as application/octet-stream",
+            expected=f"<= {max_bytes} bytes",
+            got=num_bytes,
+        )
+    return await _receive(inbox, lease, num_bytes)
+
+
+def _checked_length(length: int) -> int:
+    if length < 0:
+        raise BadRequest("Content-Length is no number", expected="digits")
+    return length
+
+
+async def _receive(inbox: Inbox, lease: Lease, num_bytes: int) -> memoryview:
+    """Receive into a fresh buffer of `num_bytes`; exactly that many if the length was given."""
+    lease.add(num_bytes, "the body")
+    buffer = np.empty(num_bytes, np.uint8).data
+    end = 0
+    try:
+        async with asyncio.timeout(GRACE_S) as deadline:
+            while not inbox.is_complete:
+                piece = await inbox.next()
+                if end + len(piece) > num_bytes:
+                    raise BodyTooLarge(
+                        "the body is longer than announced or allowed",
+                        expected=f"<= {num_bytes} bytes",
+                    )
+                buffer[end : end + len(piece)] = piece
+                end += len(piece)
+                _extend(deadline, len(piece))
+    except TimeoutError:
+        raise RequestTimeout(
+            "the body came too slowly",
+            expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
+            got=f"{end} bytes",
+        ) from None
+    if inbox.length is not None and end != num_bytes:
+        raise BadRequest("the body is shorter than announced", expected=num_bytes, got=end)
+    return buffer[:end]
+
+
+def _extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
+    """Move a deadline by what moved."""
+    when = deadline.when()
+    assert when is not None
+    deadline.reschedule(when + num_bytes / MIN_BYTES_PER_S)
+
+
+async def send_answer(send: Send, headers: Headers, buffers: Sequence[Buffer]) -> int:
+    """Send a 200 from its buffers without joining them; return its bytes.
+
+    Raises ClientGoneError: they are not taken at MIN_BYTES_PER_S; the connection is to be cut.
+    """
+    num_bytes = sum(map(len, buffers))
+    await _send_head(send, headers, num_bytes)
+    if num_bytes <= SMALL_BODY_BYTES:
+        await send({"type": "http.response.body", "body": b"".join(buffers)})
+        return num_bytes
+    for buffer in buffers:
+        await _send_paced(send, buffer)
+    await send({"type": "http.response.body", "body": b""})
+    return num_bytes
+
+
+async def send_stream(
+    send: Send, headers: Headers, num_bytes: int, pieces: Iterator[Buffer]
+) -> int:
+    """Send a 200 whose pieces are made in a thread, one at a time. Raises ClientGoneError."""
+    await _send_head(send, headers, num_bytes)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        await _send_paced(send, piece)
+    await send({"type": "http.response.body", "body": b""})
+    return num_bytes
+
+
+async def _send_head(send: Send, headers: Headers, num_bytes: int) -> None:
+    headers = [*headers, (b"content-length", str(num_bytes).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_paced(send: Send, buffer: Buffer) -> None:
+    """Send a buffer in pieces, each when the transport has room. Raises ClientGoneError."""
+    try:
+        async with asyncio.timeout(GRACE_S + len(buffer) / MIN_BYTES_PER_S):
+            for begin in range(0, len(buffer), SEND_BYTES):
+                piece = buffer[begin : begin + SEND_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+    except TimeoutError:
+        raise ClientGoneError from None
+
+
+async def send_refusal(
+    inbox: Inbox, send: Send, status: int, headers: Headers, body: bytes
+) -> None:
+    """Send a refusal so that it arrives, whatever of the request's body is still on its way."""
+    if not inbox.is_complete and _is_small(inbox):
+        await inbox.read_on(READ_ON_S)
+    unread = not inbox.is_complete
+    if unread:
+        headers = [*headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": unread})
+    if unread:
+        await inbox.read_on(READ_ON_S)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _is_small(inbox: Inbox) -> bool:
+    return (
+        inbox.length is not None
+        and 0 <= inbox.length <= SMALL_BODY_BYTES
+        and not inbox.expects_continue
+    )

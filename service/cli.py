@@ -1,0 +1,241 @@
+"""The command `engram`. Errors are one line on stderr; exit status 1, or 2 for wrong usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engram_core.errors import EngramError
+from service.console import progress_bars
+from service.flags import as_toml, with_settings
+from service.listeners import ListenError
+from service.settings import Effective, SettingsError
+from service.strict import integer
+
+app = typer.Typer(
+    name="engram",
+    help="DeepSeek-V4.1 Engram as a service: hash, gather, wkv and gate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="a GGUF file, or a folder with a checkpoint")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        status = app(standalone_mode=False)
+    except typer.TyperException as error:
+        _refuse(error.format_message() if hasattr(error, "format_message") else str(error), 2)
+    except SettingsError as error:
+        _refuse(str(error), 2)
+    except EngramError as error:
+        _refuse(error.message, 1)
+    except (ListenError, OSError) as error:
+        _refuse(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        _refuse("interrupted", 130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _refuse(text: str, status: int) -> None:
+    """Say why on one line, and end."""
+    print(f"engram: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+@app.command()
+@with_settings
+def serve(checkpoint: Checkpoint, *, effective: Effective) -> None:
+    """Serve a checkpoint."""
+    from service.lifecycle import StartError, serve
+    from service.logs import configure_logs
+
+    configure_logs(effective.settings.log_format)
+    try:
+        status = serve(checkpoint, effective.settings, say=_say, bars=progress_bars)
+    except StartError as error:
+        _refuse(str(error), 1)
+    raise typer.Exit(status)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@app.command()
+def demo() -> None:
+    """Make a small checkpoint, serve it, stream a text through a client, check every answer."""
+    from service.demo import run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
+    """Say what a checkpoint is and what serving it takes; loads nothing."""
+    from engram_core.tools.inspect import inspect as inspect_checkpoint
+
+    found = inspect_checkpoint(checkpoint)
+    if as_json:
+        _print_json(found.as_json())
+        return
+    document = found.as_json()
+    for name in ("path", "format", "layout", "identity", "image_token_id"):
+        print(f"{name:<16} {document[name]}")
+    for name, value in document["geometry"].items():
+        print(f"{name:<16} {value}")
+    table = Table("layer", "tensor", "type", "shape", "bytes", "files")
+    for line in found.tensors:
+        table.add_row(
+            str(line.layer_id),
+            line.role,
+            line.type,
+            " x ".join(map(str, line.shape)),
+            f"{line.num_bytes:,}",
+            ", ".join(line.files),
+        )
+    _console().print(table)
+    for placement, ledger in found.ledgers.items():
+        lines = [ledger] if isinstance(ledger, str) else ledger.table()
+        print(f"\nplacement {placement}:", *lines, sep="\n  ")
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+
+
+@app.command(name="hash", context_settings={"ignore_unknown_options": True})
+def hash_tokens(
+    checkpoint: Checkpoint,
+    token_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="a sequence's ids")],
+    as_json: AsJson = False,
+) -> None:
+    """Print the row ids that a sequence of token ids hashes to."""
+    import numpy as np
+
+    from engram_core.checkpoint import open_checkpoint
+    from engram_core.hashing import EngramHasher
+
+    ids = np.array([integer(text, "ID") for text in token_ids], np.int64)
+    opened = open_checkpoint(checkpoint)
+    hash_ids = EngramHasher(opened.hash_tables, len(ids)).hash(ids, 0)
+    layers = {
+        str(layer): hash_ids[:, index].tolist()
+        for index, layer in enumerate(opened.geometry.layer_ids)
+    }
+    if as_json:
+        _print_json({"token_ids": ids.tolist(), "hash_ids": layers})
+        return
+    for layer, rows in layers.items():
+        print(f"layer {layer}")
+        for token_id, row in zip(ids.tolist(), rows, strict=True):
+            print(f"  {token_id:>7}  {' '.join(map(str, row))}")
+
+
+@app.command()
+def verify(
+    checkpoint: Checkpoint,
+    as_json: AsJson = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N")] = "cpu",
+    placement: Annotated[str, typer.Option(help="auto, device, host or disk")] = "auto",
+    seed: Annotated[int, typer.Option(help="of what is sampled")] = 0,
+) -> None:
+    """Compare sampled rows, hashes, kv and residuals with the plain way; exit 1 if they differ."""
+    from engram_core.tools.verify import verify as verify_checkpoint
+
+    with progress_bars() as report:
+        found = verify_checkpoint(
+            checkpoint, device=device, placement=placement, seed=seed, progress=report
+        )
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        table = Table("layer", "what", "values", "worst difference", "beyond the promise")
+        for check in found.checks:
+            table.add_row(
+                str(check.layer_id),
+                check.name,
+                f"{check.count:,}",
+                f"{check.worst:.3g}",
+                str(check.outside),
+            )
+        _console().print(table)
+        print(f"{'ok' if found.ok else 'NOT OK'}: {found.backend}, table {found.identity}")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="what to make; must not be there")],
+    preset: Annotated[str, typer.Option(help="tiny, demo or flash")] = "tiny",
+    fmt: Annotated[str, typer.Option("--format", help="gguf or safetensors")] = "gguf",
+    quant: Annotated[str | None, typer.Option(help="row format [Q2_K; FP8]")] = None,
+    seed: Annotated[int, typer.Option(help="of the values")] = 0,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, for demo, flash")] = None,
+) -> None:
+    """Make a checkpoint of seeded values."""
+    from engram_core.tools.synth import synth as make
+
+    with progress_bars() as report:
+        made = make(
+            out,
+            preset=preset,
+            fmt=fmt,
+            quant=quant or ("Q2_K" if fmt == "gguf" else "FP8"),
+            seed=seed,
+            tokenizer=tokenizer,
+            progress=report,
+        )
+    print(f"{made.path}: {made.num_rows:,} rows written, {made.num_bytes:,} bytes long")
+
+
+@app.command()
+@with_settings
+def config(*, effective: Effective) -> None:
+    """Print the settings in force and where each comes from, as TOML."""
+    print(*as_toml(effective), sep="\n")
+
+
+@keys_app.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="whose key it is")],
+    scope: Annotated[str, typer.Option(help="use or admin")] = "use",
+    keys_file: Annotated[Path | None, typer.Option(help="where keys are kept")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="settings file")] = None,
+) -> None:
+    """Make an API key: its hash goes into keys_file, the key itself is printed once."""
+    import os
+
+    from service import access
+    from service.settings import load_settings
+
+    flags: dict[str, Any] = {"keys_file": keys_file}
+    path = load_settings(flags, os.environ, config_file).settings.keys_file
+    if path is None:
+        raise SettingsError("keys add: no keys_file; give --keys-file, or set ENGRAM_KEYS_FILE")
+    print(access.add_key(path, name, scope))
+    print(f"{name} ({scope}) is in {path}; the key is not kept anywhere else", file=sys.stderr)
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The life of the process: bind, load while answering, serve, drain, stop.
+
+Loading runs in a thread; everything periodic runs in the server's tick on the event loop. A first
+SIGTERM or SIGINT drains, a second one ends the process at once. A failed engine ends it too: it
+never serves on a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from socket import socket
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from engram_core.errors import EngramError
+from service.app import create_app
+from service.listeners import Listener, bind
+from service.loading import ProgressReport, load_model
+from service.settings import Settings, SettingsError
+from service.state import Model, Progress, ServiceState
+from service.transport import IDLE_S, Connection
+
+log = structlog.get_logger("engram.life")
+
+EXIT_START, EXIT_FAILED = 1, 70
+CLOSE_S = 1.5
+"""Kept of the shutdown timeout for closing connections after the drain."""
+_TICKS_PER_S = 10
+
+Say = Callable[[str], None]
+Load = Callable[[ProgressReport], Model]
+Bars = Callable[[], AbstractContextManager[ProgressReport]]
+
+
+class StartError(Exception):
+    """Why the service did not start: one line for the operator."""
+
+
+def serve(
+    path: Path,
+    settings: Settings,
+    *,
+    say: Say = print,
+    bars: Bars = lambda: nullcontext(lambda *_: None),
+) -> int:
+    """Serve a checkpoint until a signal; return the exit status.
+
+    say: takes the lines `listening URL` and `ready URL`; bars: shows loading's progress
+    Raises StartError, SettingsError, ListenError.
+    """
+    app = create_app(settings)
+    config = _config(app, settings)
+    listeners = bind(settings)
+    server = Server(config, app.state.service, listeners, say)
+    try:
+        server.load(lambda report: load_model(path, settings, report), bars)
+        server.run()
+    finally:
+        for listener in listeners:
+            listener.close()
+    if server.is_loading:
+        os._exit(server.exit_status)  # torch does not survive the interpreter's end
+    if server.start_error is not None:
+        raise _start_error(server.start_error) from server.start_error
+    return server.exit_status
+
+
+def _start_error(error: BaseException) -> StartError:
+    """Return the line for an error of loading; one that nobody expected is logged whole."""
+    if isinstance(error, EngramError):
+        return StartError(error.message)
+    if isinstance(error, SettingsError | OSError):
+        return StartError(str(error))
+    log.critical("start", exc_info=error)
+    return StartError(f"loading failed: {type(error).__name__}: {error}")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our sockets, our drain and our ends."""
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServiceState, listeners: Sequence[Listener], say: Say
+    ) -> None:
+        super().__init__(config)
+        self.exit_status = 0
+        self.start_error: BaseException | None = None
+        self._state = state
+        self._listeners = listeners
+        self._say = say
+        self._loaded: Model | BaseException | None = None
+        self._drain_until = 0.0
+        self._loader = threading.Thread(name="loader", daemon=True)
+
+    def load(self, load: Load, bars: Bars) -> None:
+        """Start loading, in a thread of its own."""
+        state = self._state
+
+        def run() -> None:
+            with bars() as show:
+
+                def report(stage: str, done: int, total: int) -> None:
+                    state.progress = Progress(stage, done, total)
+                    state.metrics.load_stage.set(done / total if total else 0.0)
+                    show(stage, done, total)
+
+                try:
+                    loaded: Model | BaseException = load(report)
+                except BaseException as error:
+                    loaded = error
+            self._loaded = loaded
+
+        self._loader = threading.Thread(target=run, name="loader", daemon=True)
+        self._loader.start()
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Listen on our sockets."""
+        loop = asyncio.get_running_loop()
+        self.servers = []
+        for listener in self._listeners:
+            create = loop.create_server if listener.path is None else loop.create_unix_server
+            self.servers.append(
+                await create(self._connection, sock=listener.sock, ssl=self.config.ssl)
+            )
+            self._say(f"listening {listener.url}")
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        return Connection(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second."""
+        if self._state.is_draining:
+            for listener in self._listeners:
+                listener.close()
+            os._exit(128 + sig)
+        self._state.is_draining = True
+        timeout = self._state.settings.shutdown_timeout_s
+        self._drain_until = time.monotonic() + max(0.0, timeout - CLOSE_S)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is due every 0.1 s; return whether to stop."""
+        if await super().on_tick(counter):
+            return True
+        state = self._state
+        if self._loaded is not None and not state.is_loaded:
+            return self._take_over(self._loaded)
+        if state.failure is not None:
+            self._fail(state.failure)
+            return True
+        if state.is_draining:
+            return not state.num_active or time.monotonic() >= self._drain_until
+        if counter % _TICKS_PER_S == 0:
+            self._tidy()
+        return False
+
+    def _take_over(self, loaded: Model | BaseException) -> bool:
+        """Begin to serve what was loaded; return whether to stop because nothing was."""
+        if isinstance(loaded, BaseException):
+            self.start_error, self.exit_status = loaded, EXIT_START
+            return True
+        self._state.serve(loaded)
+        for line in loaded.ledger.table():
+            log.info("memory", line=line)
+        for listener in self._listeners:
+            self._say(f"ready {listener.url}")
+        return False
+
+    def _tidy(self) -> None:
+        """Sweep idle sessions; read the keys file again if it has changed."""
+        state = self._state
+        if not state.is_loaded:
+            return
+        state.model.engine.sweep()
+        keyring = state.access.keyring
+        if keyring is None:
+            return
+        try:
+            gone = keyring.refresh()
+        except SettingsError as error:
+            log.error("keys_file", problem=str(error))
+            return
+        for name in gone:
+            state.model.engine.close_tenant(name)
+            log.info("key_removed", key=name)
+
+    def _fail(self, failure: BaseException) -> None:
+        log.critical("failed", exc_info=failure)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        self.exit_status = EXIT_FAILED
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Close connections, then the engine."""
+        await super().shutdown(sockets)
+        if self._state.is_loaded and self.exit_status == 0:
+            await asyncio.to_thread(self._state.model.engine.close)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the loader still runs: the interpreter must then not be torn down under it."""
+        return self._loader.is_alive()
+
+
+def _config(app: object, settings: Settings) -> uvicorn.Config:
+    """Return uvicorn's configuration. Raises SettingsError: a certificate that cannot be read."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(IDLE_S),
+        timeout_graceful_shutdown=1,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise SettingsError(
+            f"tls_cert {settings.tls_cert}, tls_key {settings.tls_key}: {error.strerror or error}"
+        ) from None
+    return config

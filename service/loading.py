@@ -1,0 +1,93 @@
+"""From a checkpoint's path to what is served: device, sizes, backend, self-check, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engram_core.engine import Engine
+
+from engram_core.checkpoint import open_checkpoint
+from engram_core.engine_types import EngineLimits
+from engram_core.geometry import Geometry
+from engram_core.loader import Budget, ledger_on_cpu, load
+from service.settings import GIB, MIB, Settings, SettingsError
+from service.state import Model
+
+ProgressReport = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The settings whose defaults depend on the device."""
+
+    kv_store_bytes: int
+    ahead_tokens: int
+    in_flight_bytes: int
+    memory_reserve_bytes: int
+
+    @classmethod
+    def of(cls, settings: Settings, *, is_cuda: bool, is_integrated: bool = False) -> Sizes:
+        """Return what was set, else the default of the device."""
+        kv_store = 256 * MIB
+        if is_cuda:
+            kv_store = 2 * GIB if is_integrated else 8 * GIB
+        return cls(
+            kv_store_bytes=_or(settings.kv_store_bytes, kv_store),
+            ahead_tokens=_or(settings.ahead_tokens, 8192 if is_cuda else 64),
+            in_flight_bytes=_or(settings.in_flight_bytes, 512 * MIB if is_integrated else GIB),
+            memory_reserve_bytes=_or(
+                settings.memory_reserve_bytes, 16 * GIB if is_integrated else GIB
+            ),
+        )
+
+
+def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
+    """Load a checkpoint and check the backend; the calling thread does all the work.
+
+    Raises CheckpointError, MemoryShort, SelfCheckFailed, SettingsError.
+    """
+    report("opening", 0, 0)
+    checkpoint = open_checkpoint(path)
+    sizes = Sizes.of(settings, is_cuda=False)
+    num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
+    budget = Budget(sizes.in_flight_bytes, settings.max_held_tokens, sizes.memory_reserve_bytes)
+    ledger = ledger_on_cpu(
+        checkpoint, num_slots=num_slots, placement=settings.placement, budget=budget
+    )
+    backend = load(
+        checkpoint,
+        device="cpu",
+        placement=ledger.placement,
+        num_slots=num_slots,
+        budget=budget,
+        progress=report,
+    )
+    report("self-check", 0, 0)
+    backend.self_check()
+    limits = EngineLimits(
+        max_tokens=settings.max_tokens,
+        max_sessions=settings.max_sessions,
+        max_held_tokens=settings.max_held_tokens,
+        session_ttl_s=settings.session_ttl_s,
+        ahead_tokens=sizes.ahead_tokens,
+    )
+    engine = Engine(backend, limits)
+    return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)
+
+
+def _num_slots(kv_store_bytes: int, geometry: Geometry) -> int:
+    """Return how many kv entries the store holds. Raises SettingsError: less than one batch."""
+    num_slots = kv_store_bytes // geometry.kv_bytes
+    least = EngineLimits().chunk_tokens
+    if num_slots < least:
+        raise SettingsError(
+            f"kv_store_bytes: {kv_store_bytes} holds {num_slots} entries of {geometry.kv_bytes} "
+            f"bytes; at least {least} are needed: {least * geometry.kv_bytes} bytes"
+        )
+    return num_slots
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

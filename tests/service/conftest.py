@@ -1,0 +1,59 @@
+"""The app over a real engine on a small checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.app import create_app
+from service.loading import load_model
+from service.settings import Settings
+from service.state import Model
+from tests.service.door import InProcess
+
+MAX_TOKENS, MAX_SESSIONS = 64, 64
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def settings() -> Settings:
+    return Settings(
+        max_tokens=MAX_TOKENS,
+        max_sessions=MAX_SESSIONS,
+        in_flight_bytes=2 << 20,
+        kv_store_bytes=1 << 20,
+        memory_reserve_bytes=0,
+    )
+
+
+@pytest.fixture(scope="session")
+def model(official_dir: Path, settings: Settings) -> Iterator[Model]:
+    loaded = load_model(official_dir, settings, lambda *_: None)
+    yield loaded
+    loaded.engine.close()
+
+
+@pytest.fixture
+def door(settings: Settings, model: Model, runner: asyncio.Runner) -> InProcess:
+    """A fresh app without keys over the engine that all tests share."""
+    return InProcess(create_app(settings, model), runner)
+
+
+@pytest.fixture
+def make_door(model: Model, runner: asyncio.Runner) -> Callable[..., InProcess]:
+    """Makes an app with other settings; `loaded=False` leaves it loading."""
+
+    def make(*, loaded: bool = True, **changes: Any) -> InProcess:
+        settings = Settings(**{"max_tokens": MAX_TOKENS, **changes})
+        return InProcess(create_app(settings, model if loaded else None), runner)
+
+    return make
