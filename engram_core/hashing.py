@@ -180,9 +180,9 @@ class EngramHasher:
                 got=end,
             )
         compressed = compress(token_ids, mask, self.tables)
-        self._ids[self._num_before + position : self._num_before + end] = compressed
+        first, last = self._num_before + position, self._num_before + end
+        self._ids[first:last] = compressed
         self._length = end
-        held = self._ids[position : self._num_before + end]
-        oldest_first = np.lib.stride_tricks.sliding_window_view(held, self.tables.max_ngram_size)
-        windows = block(oldest_first[:, ::-1], self.tables.pad_id)
-        return hash_windows(windows, self.tables)
+        shifts = range(self.tables.max_ngram_size)
+        newest_first = np.stack([self._ids[first - s : last - s] for s in shifts], axis=1)
+        return hash_windows(block(newest_first, self.tables.pad_id), self.tables)

@@ -144,7 +144,7 @@ def requantize(rows: torch.Tensor) -> torch.Tensor:
 
     Source: `act_quant` of the official inference code; engram-format 5.
     """
-    groups = rows.float().reshape(*rows.shape[:-1], -1, QUANT_GROUP)
+    groups = rows.float().reshape(*rows.shape[:-1], rows.shape[-1] // QUANT_GROUP, QUANT_GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
     # 2^ceil(log2) by bits: carry into the exponent unless the mantissa is zero, then clear it.
     bits = (amax * (1.0 / 448.0)).view(torch.int32)

@@ -1,0 +1,136 @@
+"""The ledger: the fastest placement that fits, and refusals that say what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engram_core.errors import MemoryShort
+from engram_core.memory import Memory, Needs, Placement, Pool, check, host_available_bytes, plan
+
+GIB = 1 << 30
+
+
+def needs(tables: float, **changed: Any) -> Needs:
+    sizes = {"wkv": 1, "kv_store": 2, "workspaces": 1, "in_flight": 1, "held_ids": 0, "reserve": 1}
+    return Needs(tables=int(tables * GIB), **{k: v * GIB for k, v in (sizes | changed).items()})
+
+
+def cpu(available: float) -> Memory:
+    return Memory(int(available * GIB))
+
+
+def gpu(free: float, host: float, *, integrated: bool = False) -> Memory:
+    return Memory(int(host * GIB), int(free * GIB), integrated)
+
+
+@pytest.mark.parametrize(
+    ("memory", "tables", "placement"),
+    [
+        (cpu(100), 60, Placement.HOST),
+        (cpu(60), 60, Placement.DISK),
+        (gpu(100, 20), 60, Placement.DEVICE),
+        (gpu(40, 100), 60, Placement.HOST),
+        (gpu(40, 20), 60, Placement.DISK),
+        (gpu(3, 115, integrated=True), 60, Placement.DEVICE),
+        (gpu(3, 50, integrated=True), 60, Placement.DISK),
+    ],
+)
+def test_auto_takes_the_fastest_placement_that_fits(
+    memory: Memory, tables: float, placement: Placement
+) -> None:
+    assert plan(needs(tables), memory).placement is placement
+
+
+def test_page_cache_counts_as_free_on_a_part_with_shared_memory_only() -> None:
+    assert plan(needs(65), gpu(3, 115, integrated=True), "device").placement is Placement.DEVICE
+    with pytest.raises(MemoryShort, match=r"device: 70\.0 GiB of device memory needed, 3\.0 there"):
+        plan(needs(65), gpu(3, 115), "device")
+
+
+def test_pinned_host_memory_is_no_option_on_a_part_with_shared_memory() -> None:
+    memory = gpu(20, 61, integrated=True)
+    ledger = plan(needs(64.5), memory)
+    assert ledger.placement is Placement.DISK
+    assert "device: 70.5 GiB of host memory needed, 61.0 there" in ledger.why
+    with pytest.raises(MemoryShort, match="host and device are one memory here"):
+        plan(needs(64.5), memory, "host")
+
+
+def test_swap_in_use_is_noted() -> None:
+    ledger = plan(needs(1), Memory(50 * GIB, swap_used_bytes=3 * GIB))
+    assert ledger.table()[-1] == "note: 3.0 GiB of swap are in use"
+
+
+@pytest.mark.parametrize("gib", [30.04, 39.34, 91.55, 2.86])
+def test_pinned_tables_take_what_they_need(gib: float) -> None:
+    ledger = plan(needs(gib), gpu(10, 200), "host")
+    tables = next(line.num_bytes for line in ledger.lines if line.name == "tables")
+    assert gib * GIB - 1 <= tables < gib * GIB * 1.001
+
+
+def test_what_does_not_fit_even_on_disk_is_refused_with_every_reason() -> None:
+    with pytest.raises(MemoryShort) as got:
+        plan(needs(60), cpu(2))
+    assert "host: 66.0 GiB of host memory needed, 2.0 there" in got.value.message
+    assert "disk: 6.0 GiB of host memory needed, 2.0 there" in got.value.message
+
+
+def test_an_exact_fit_is_accepted_and_one_byte_less_refused() -> None:
+    total = plan(needs(60), cpu(100)).total(Pool.HOST)
+    plan(needs(60), Memory(total), "host")
+    with pytest.raises(MemoryShort):
+        plan(needs(60), Memory(total - 1), "host")
+
+
+@pytest.mark.parametrize("placement", ["device", "HBM", "", "Disk"])
+def test_a_placement_this_machine_does_not_have_is_refused(placement: str) -> None:
+    with pytest.raises(MemoryShort, match="expected one of auto, host, disk"):
+        plan(needs(1), cpu(100), placement)
+
+
+def test_the_reserve_is_kept_in_both_pools() -> None:
+    ledger = plan(needs(60), gpu(100, 20))
+    assert ledger.total(Pool.DEVICE) == (60 + 1 + 2 + 1 + 1) * GIB
+    assert ledger.total(Pool.HOST) == (1 + 1) * GIB
+
+
+def test_the_table_shows_every_line_and_the_reason() -> None:
+    rows = plan(needs(60), cpu(100)).table()
+    assert rows[0].split() == ["tables", "host", "60.000", "GiB"]
+    assert rows[-2].split() == ["total", "host", "66.000", "GiB"]
+    assert rows[-1] == "placement host: everything fits the host's memory"
+
+
+def test_less_than_the_reserve_after_loading_is_refused() -> None:
+    need = needs(60)
+    ledger = plan(need, gpu(100, 20))
+    check(need, ledger, gpu(1, 1))
+    with pytest.raises(MemoryShort, match="device memory: expected 1073741824 bytes left"):
+        check(need, ledger, gpu(0.9, 1))
+
+
+def fake_host(folder: Path, **files: str) -> Path:
+    (folder / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder / "meminfo"
+
+
+def test_available_memory_is_that_of_the_host(tmp_path: Path) -> None:
+    meminfo = fake_host(tmp_path)
+    assert host_available_bytes(meminfo, tmp_path) == 2048 * 1024
+    fake_host(tmp_path, memory_max="max\n")
+    assert host_available_bytes(meminfo, tmp_path) == 2048 * 1024
+
+
+def test_a_container_limit_counts_without_its_page_cache(tmp_path: Path) -> None:
+    stat = "anon 1\ninactive_file 300\nactive_file 200\n"
+    meminfo = fake_host(tmp_path, memory_max="2000", memory_current="1000", memory_stat=stat)
+    assert host_available_bytes(meminfo, tmp_path) == 2000 - 1000 + 500
+
+
+def test_this_machine_can_be_read() -> None:
+    assert host_available_bytes() > 0
