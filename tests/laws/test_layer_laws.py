@@ -36,6 +36,7 @@ CHECKPOINTS: dict[str, Any] = {
     "bigrams": (write_gguf, Shape(hc_mult=3, max_ngram_size=2), {"table": "F16", "wkv": "F16"}),
     "official": (write_safetensors, Shape(head_dim=64), {}),
     "official-bf16-wkv": (write_safetensors, Shape(), {"wkv": "BF16"}),
+    "official-fp8-wkv-f16-rows": (write_safetensors, Shape(head_dim=64), {"table": "F16"}),
     "official-f16-rows": (write_safetensors, Shape(), {"table": "F16", "wkv": "F32"}),
 }
 
