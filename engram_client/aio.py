@@ -1,0 +1,423 @@
+"""The asyncio twin: the same protocol, connections that receive into arrays as well."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from numpy.typing import NDArray
+
+from engram_client import verbs
+from engram_client.arrays import Array
+from engram_client.client import RECONNECT_S, TIMEOUT_S, SessionView, set_up
+from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE
+from engram_client.exchange import Effects, Pause
+from engram_client.http1 import (
+    EXPECT_ABOVE_BYTES,
+    EXPECT_WAIT_S,
+    Address,
+    Request,
+    Response,
+    ResponseReader,
+    format_head,
+)
+from engram_client.problems import ConnectionLost, EngramClientError
+from engram_client.protocol import StepOptions
+from engram_client.segments import Segment, StepResult
+from engram_client.state import SessionState
+
+T = TypeVar("T")
+
+_SLICE_BYTES = 256 << 10
+"""A transport may copy what the socket does not take at once: at most this much."""
+
+
+class AsyncConnection(asyncio.BufferedProtocol):
+    """One connection, one request at a time; the loop receives into the reader's memory."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._reader: ResponseReader | None = None
+        self._failure: EngramClientError | None = None
+        self._is_paused = False
+        self._changed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is no subclass
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._is_idle():
+            return memoryview(bytearray(1))  # for a byte that nobody asked for
+        assert self._reader is not None
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            if self._is_idle():
+                raise ConnectionLost("bytes that nobody asked for")
+            assert self._reader is not None
+            self._reader.received(nbytes)
+        except EngramClientError as error:
+            self._fail(error)
+        self._changed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(ConnectionLost(f"the connection was closed: {exc or 'by the service'}"))
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._changed.set()
+
+    def is_usable(self) -> bool:
+        """Tell whether an idle connection is still open."""
+        return self._failure is None
+
+    def close(self) -> None:
+        """Close at once."""
+        self._fail(ConnectionLost("the connection was closed"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def exchange(self, request: Request, fixed: bytes) -> Response:
+        """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
+        self._reader = reader = ResponseReader(request)
+        head = format_head(request, fixed)
+        if request.body_bytes > EXPECT_ABOVE_BYTES:
+            self._write(head)
+            await self._await_leave(reader)
+            is_sent = await self._send(request.body, reader)
+        elif request.body_bytes <= _SLICE_BYTES:
+            self._write(b"".join((head, *request.body)))
+            is_sent = True
+        else:
+            is_sent = await self._send([head, *request.body], reader)
+        while reader.response is None:
+            await self._change()
+        if not is_sent:
+            reader.response.keep_alive = False
+        return reader.response
+
+    async def _send(self, buffers: Sequence[bytes | memoryview], reader: ResponseReader) -> bool:
+        """Send in slices; return False where an answer has begun before all was sent."""
+        for buffer in buffers:
+            for begin in range(0, len(buffer), _SLICE_BYTES):
+                while self._is_paused and not reader.has_answer:
+                    await self._change()
+                if reader.has_answer or self._failure is not None:
+                    return False
+                self._write(memoryview(buffer)[begin : begin + _SLICE_BYTES])
+        return True
+
+    async def _await_leave(self, reader: ResponseReader) -> None:
+        """Wait for 100 Continue, a final answer, or as long as that may take."""
+        try:
+            async with asyncio.timeout(EXPECT_WAIT_S):
+                while not reader.may_send_body and not reader.has_answer:
+                    await self._change()
+        except TimeoutError:
+            return
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    async def _change(self) -> None:
+        """Wait until bytes came or may be sent. Raises what has failed."""
+        if self._failure is not None:
+            raise self._failure
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _is_idle(self) -> bool:
+        return self._reader is None or self._reader.response is not None
+
+    def _fail(self, error: EngramClientError) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
+
+
+class AsyncConnectionPool:
+    """Connections to several addresses, kept alive between requests, on one event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        fixed: Sequence[bytes],
+        *,
+        timeout_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._addresses = addresses
+        self._fixed = fixed
+        self._timeout_s = timeout_s
+        self._context = context
+        self._idle: list[list[AsyncConnection]] = [[] for _ in addresses]
+
+    async def exchange(self, request: Request) -> Response:
+        """Send one request to its address. Raises ConnectionLost, BadAnswer."""
+        connection = await self._take(request.replica)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await connection.exchange(request, self._fixed[request.replica])
+        except TimeoutError as error:
+            connection.close()
+            raise ConnectionLost("no whole answer in time") from error
+        except BaseException:
+            connection.close()
+            raise
+        idle = self._idle[request.replica]
+        if response.keep_alive and len(idle) < MAX_IDLE:
+            idle.append(connection)
+        else:
+            connection.close()
+        return response
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for connections in self._idle:
+            while connections:
+                connections.pop().close()
+
+    async def _take(self, replica: int) -> AsyncConnection:
+        idle = self._idle[replica]
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable():
+                return connection
+            connection.close()
+        return await self._connect(self._addresses[replica])
+
+    async def _connect(self, address: Address) -> AsyncConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if address.path:
+                    _, connection = await loop.create_unix_connection(AsyncConnection, address.path)
+                else:
+                    context = self._context or (address.tls and ssl.create_default_context())
+                    _, connection = await loop.create_connection(
+                        AsyncConnection,
+                        address.host,
+                        address.port,
+                        ssl=context if address.tls else None,
+                    )
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
+        return connection
+
+
+class AsyncEngramClient:
+    """`EngramClient` behind `await`, for one event loop."""
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        api_key: str | None = None,
+        owner: str | None = None,
+        *,
+        reconnect_s: float = RECONNECT_S,
+        timeout_s: float = TIMEOUT_S,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Connect to nothing yet; see `EngramClient`."""
+        setup = set_up(urls, api_key, owner, reconnect_s)
+        self._protocol = setup.protocol
+        self._pool = AsyncConnectionPool(
+            setup.addresses, setup.fixed, timeout_s=timeout_s, context=ssl_context
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Sessions stay in the service until they expire."""
+        self._pool.close()
+
+    async def info(self) -> dict[str, Any]:
+        """Return what is served: geometry, table identity, limits, numerics."""
+        return await self._run(self._protocol.info())
+
+    async def weights(
+        self, layer: int, names: Sequence[str] = ("qk", "wkv")
+    ) -> dict[str, NDArray[Any]]:
+        """Return a layer's weights; see `EngramClient.weights`."""
+        return await self._run(verbs.weights(self._protocol, layer, names))
+
+    async def open_session(
+        self, position: int = 0, lookback: Sequence[int | None] | None = None
+    ) -> AsyncSession:
+        """Open a session; see `EngramClient.open_session`."""
+        state = await self._run(self._protocol.open_session(position, lookback))
+        return AsyncSession(self, state)
+
+    async def close_owner(self, owner: str) -> int:
+        """Close all sessions of a former incarnation of a runner; return how many."""
+        return await self._run(self._protocol.close_owner(owner))
+
+    async def step(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[int] = (1, 14),
+        output: str = "residual",
+        out: Array | Mapping[int, Array] | None = None,
+        *,
+        residual: Array | None = None,
+        truncate: bool = False,
+        stored: bool = False,
+        wait_ms: int = 0,
+        ahead: bool = True,
+    ) -> StepResult:
+        """Push and read any number of sequences and layers; see `EngramClient.step`."""
+        options = StepOptions(tuple(layers), output, stored, truncate, wait_ms, ahead)
+        return await self._run(verbs.step(self._protocol, segments, options, residual, out))
+
+    async def _run(self, effects: Effects[T]) -> T:
+        """Carry out the effects of one call."""
+        try:
+            effect = next(effects)
+            while True:
+                if isinstance(effect, Pause):
+                    await asyncio.sleep(effect.seconds)
+                    effect = effects.send(None)
+                    continue
+                try:
+                    response = await self._pool.exchange(effect)
+                except EngramClientError as error:
+                    effect = effects.throw(error)
+                else:
+                    effect = effects.send(response)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        finally:
+            effects.close()
+
+
+class AsyncSession(SessionView):
+    """`Session` behind `await`."""
+
+    def __init__(self, client: AsyncEngramClient, state: SessionState) -> None:
+        super().__init__(state)
+        self._client = client
+        self._protocol = client._protocol
+        self._run = client._run
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def push(
+        self,
+        ids: Any,
+        mask: Any = None,
+        truncate: bool = False,
+        *,
+        position: int | None = None,
+        ahead: bool = True,
+    ) -> None:
+        """Push token ids; see `Session.push`."""
+        await self._run(
+            self._protocol.push(
+                self.state, ids, mask, position=position, truncate=truncate, ahead=ahead
+            )
+        )
+
+    async def apply(
+        self, layer: int, residual: Array, position: int | None = None, *, out: Array | None = None
+    ) -> Array:
+        """Return the updated residual; see `Session.apply`."""
+        return await self._run(
+            verbs.apply(self._protocol, self.state, layer, residual, position, out)
+        )
+
+    async def kv(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """Return keys and value; see `Session.kv`."""
+        return await self._read("kv", layer, position, count, out=out)
+
+    async def rows(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        stored: bool = False,
+        out: Array | None = None,
+    ) -> Array:
+        """Return rows; see `Session.rows`."""
+        return await self._read("rows", layer, position, count, stored=stored, out=out)
+
+    async def hash_ids(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """Return row ids, int64 [count, cols]."""
+        return await self._read("hash_ids", layer, position, count, out=out)
+
+    async def rewind(self, position: int) -> None:
+        """Cut the session to a length not below `base`."""
+        await self._run(self._protocol.rewind(self.state, position))
+
+    async def fork(self, position: int | None = None) -> AsyncSession:
+        """Open a second session with this one's history up to a position."""
+        return AsyncSession(
+            self._client, await self._run(self._protocol.fork(self.state, position))
+        )
+
+    async def close(self) -> None:
+        """Close the session."""
+        await self._run(self._protocol.close(self.state))
+
+    async def _read(
+        self,
+        output: str,
+        layer: int,
+        position: int | None,
+        count: int | None,
+        *,
+        stored: bool = False,
+        out: Array | None = None,
+    ) -> Array:
+        return await self._run(
+            verbs.read(
+                self._protocol,
+                self.state,
+                output,
+                layer,
+                position=position,
+                count=count,
+                stored=stored,
+                out=out,
+            )
+        )

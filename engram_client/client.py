@@ -1,0 +1,323 @@
+"""The blocking client: sessions and steps over kept-alive connections, for any thread."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from numpy.typing import NDArray
+
+from engram_client import verbs, wire
+from engram_client.arrays import Array
+from engram_client.connection import ConnectionPool
+from engram_client.exchange import Effects, Pause
+from engram_client.http1 import Address, Request, Response, header_value, parse_address
+from engram_client.problems import EngramClientError
+from engram_client.protocol import EngramProtocol, StepOptions
+from engram_client.segments import Segment, StepResult
+from engram_client.state import SessionState
+
+T = TypeVar("T")
+
+RECONNECT_S = 60.0
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both clients are made of. fixed: header lines of every request, by address."""
+
+    addresses: list[Address]
+    fixed: list[bytes]
+    protocol: EngramProtocol
+
+
+def set_up(
+    urls: str | Sequence[str], api_key: str | None, owner: str | None, reconnect_s: float
+) -> Setup:
+    """Check what a client is given. Raises ValueError."""
+    addresses = [parse_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
+    if not addresses:
+        raise ValueError("urls: expected at least one")
+    common = "Accept-Encoding: identity\r\n"
+    if api_key is not None:
+        common += f"Authorization: Bearer {header_value('api_key', api_key)}\r\n"
+    if owner is not None:
+        common += f"{wire.OWNER}: {header_value('owner', owner)}\r\n"
+    fixed = [f"Host: {address.authority}\r\n{common}".encode("ascii") for address in addresses]
+    protocol = EngramProtocol(
+        len(addresses), owner=owner, reconnect_s=reconnect_s, clock=time.monotonic
+    )
+    return Setup(addresses, fixed, protocol)
+
+
+def drive(
+    effects: Effects[T], exchange: Callable[[Request], Response], sleep: Callable[[float], None]
+) -> T:
+    """Carry out the effects of one call."""
+    try:
+        effect = next(effects)
+        while True:
+            if isinstance(effect, Pause):
+                sleep(effect.seconds)
+                effect = effects.send(None)
+                continue
+            try:
+                response = exchange(effect)
+            except EngramClientError as error:
+                effect = effects.throw(error)
+            else:
+                effect = effects.send(response)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        effects.close()
+
+
+class SessionView:
+    """What is known of a session without asking: its numbers as of the last answer."""
+
+    def __init__(self, state: SessionState) -> None:
+        self.state = state
+
+    @property
+    def session_id(self) -> int:
+        """What other ranks name it by."""
+        return self.state.session_id
+
+    @property
+    def length(self) -> int:
+        """How many positions it holds."""
+        return self.state.length
+
+    @property
+    def base(self) -> int:
+        """The lowest length it can be rewound to."""
+        return self.state.floor
+
+    @property
+    def epoch(self) -> int:
+        """Its fence; other ranks name it with the session id."""
+        return self.state.epoch
+
+    def __repr__(self) -> str:
+        numbers = f"length={self.length}, base={self.base}, epoch={self.epoch}"
+        return f"{type(self).__name__}({self.session_id}, {numbers})"
+
+
+class EngramClient:
+    """A service, or several replicas of it, reached over blocking connections.
+
+    Safe in threads; one session is pushed by one thread at a time. What a call may raise besides
+    its own: EngramProblem (a refusal, by class and `code`), EngramUnavailable (nothing answered
+    within `reconnect_s`), BadAnswer.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        api_key: str | None = None,
+        owner: str | None = None,
+        *,
+        reconnect_s: float = RECONNECT_S,
+        timeout_s: float = TIMEOUT_S,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        urls: http://host:port, https://host:port or unix:/path, in the order to be tried
+        owner: one incarnation of a runner; timeout_s: of one request
+        Raises ValueError.
+        """
+        setup = set_up(urls, api_key, owner, reconnect_s)
+        self._protocol = setup.protocol
+        self._pool = ConnectionPool(
+            setup.addresses, setup.fixed, timeout_s=timeout_s, context=ssl_context
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Sessions stay in the service until they expire."""
+        self._pool.close()
+
+    def info(self) -> dict[str, Any]:
+        """Return what is served: geometry, table identity, limits, numerics."""
+        return self._run(self._protocol.info())
+
+    def weights(self, layer: int, names: Sequence[str] = ("qk", "wkv")) -> dict[str, NDArray[Any]]:
+        """Return weights: qk float32 [hc, dim], wkv bfloat16 [(hc+1)*dim, cols*head_dim]."""
+        return self._run(verbs.weights(self._protocol, layer, names))
+
+    def open_session(
+        self, position: int = 0, lookback: Sequence[int | None] | None = None
+    ) -> Session:
+        """Open a session.
+
+        lookback: the min(position, max_ngram_size - 1) token ids before `position`, oldest first,
+            None = dead
+        """
+        return Session(self, self._run(self._protocol.open_session(position, lookback)))
+
+    def close_owner(self, owner: str) -> int:
+        """Close all sessions of a former incarnation of a runner; return how many."""
+        return self._run(self._protocol.close_owner(owner))
+
+    def step(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[int] = (1, 14),
+        output: str = "residual",
+        out: Array | Mapping[int, Array] | None = None,
+        *,
+        residual: Array | None = None,
+        truncate: bool = False,
+        stored: bool = False,
+        wait_ms: int = 0,
+        ahead: bool = True,
+    ) -> StepResult:
+        """Push and read any number of sequences and layers in one call.
+
+        segments: in the order of the flat batch, T positions in all
+        output: residual (with `residual`, one layer), kv, rows, hash_ids or none
+        out: where the answer goes: an array, or arrays by layer
+        residual: bfloat16 or float32 [T, hc_mult, dim]
+        truncate: each session ends where its segment ends
+        Above the service's limits the step is made in several calls, each of them whole.
+        Raises EngramProblem: `segments` lists every refused one; nothing was changed.
+        """
+        options = StepOptions(tuple(layers), output, stored, truncate, wait_ms, ahead)
+        return self._run(verbs.step(self._protocol, segments, options, residual, out))
+
+    def _run(self, effects: Effects[T]) -> T:
+        return drive(effects, self._pool.exchange, time.sleep)
+
+
+class Session(SessionView):
+    """One sequence: its ids live in the service and in this client."""
+
+    def __init__(self, client: EngramClient, state: SessionState) -> None:
+        super().__init__(state)
+        self._client = client
+        self._protocol = client._protocol
+        self._run = client._run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def push(
+        self,
+        ids: Any,
+        mask: Any = None,
+        truncate: bool = False,
+        *,
+        position: int | None = None,
+        ahead: bool = True,
+    ) -> None:
+        """Push token ids at a position, by default at the end; kv of all layers starts there.
+
+        ids: integers [T]; mask: bool [T]  False = dead
+        truncate: the session ends behind these ids, whatever was there
+        """
+        self._run(
+            self._protocol.push(
+                self.state, ids, mask, position=position, truncate=truncate, ahead=ahead
+            )
+        )
+
+    def apply(
+        self, layer: int, residual: Array, position: int | None = None, *, out: Array | None = None
+    ) -> Array:
+        """Return the updated residual [T, hc_mult, dim], by default of the newest T positions."""
+        return self._run(verbs.apply(self._protocol, self.state, layer, residual, position, out))
+
+    def kv(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """Return keys and value, bfloat16 [count, hc_mult + 1, dim], by default of the newest."""
+        return self._read("kv", layer, position, count, out=out)
+
+    def rows(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        stored: bool = False,
+        out: Array | None = None,
+    ) -> Array:
+        """Return rows, bfloat16 [count, cols, head_dim], or stored: uint8 [count, cols, bytes]."""
+        return self._read("rows", layer, position, count, stored=stored, out=out)
+
+    def hash_ids(
+        self,
+        layer: int,
+        position: int | None = None,
+        count: int | None = None,
+        *,
+        out: Array | None = None,
+    ) -> Array:
+        """Return row ids, int64 [count, cols]."""
+        return self._read("hash_ids", layer, position, count, out=out)
+
+    def rewind(self, position: int) -> None:
+        """Cut the session to a length not below `base`."""
+        self._run(self._protocol.rewind(self.state, position))
+
+    def fork(self, position: int | None = None) -> Session:
+        """Open a second session with this one's history up to a position."""
+        return Session(self._client, self._run(self._protocol.fork(self.state, position)))
+
+    def close(self) -> None:
+        """Close the session."""
+        self._run(self._protocol.close(self.state))
+
+    def _read(
+        self,
+        output: str,
+        layer: int,
+        position: int | None,
+        count: int | None,
+        *,
+        stored: bool = False,
+        out: Array | None = None,
+    ) -> Array:
+        return self._run(
+            verbs.read(
+                self._protocol,
+                self.state,
+                output,
+                layer,
+                position=position,
+                count=count,
+                stored=stored,
+                out=out,
+            )
+        )

@@ -1,0 +1,229 @@
+"""Blocking HTTP/1.1 connections for tensors: sendmsg out of arrays, recv_into into arrays.
+
+While a large body is being sent the answer is watched for: a service that refuses early (413,
+429) is heard, and its answer taken, before the rest is sent into a closed connection.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from engram_client.http1 import (
+    EXPECT_ABOVE_BYTES,
+    EXPECT_WAIT_S,
+    Address,
+    Request,
+    Response,
+    ResponseReader,
+    format_head,
+)
+from engram_client.problems import ConnectionLost
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_IDLE = 16
+"""Idle connections kept open to one address."""
+
+_SEND_BYTES = 1 << 20
+"""At most this much is handed to TLS at once."""
+
+_READ, _WRITE = select.POLLIN | select.POLLHUP | select.POLLERR, select.POLLOUT
+
+
+class Connection:
+    """One connection, one request at a time."""
+
+    def __init__(self, address: Address, fixed: bytes, context: ssl.SSLContext | None) -> None:
+        """Connect. fixed: header lines of every request. Raises ConnectionLost."""
+        self._fixed = fixed
+        try:
+            self._socket = _connect(address, context)
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, 0)
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+
+    def is_usable(self) -> bool:
+        """Tell whether the other end has left an idle connection open and silent."""
+        return not self._wait(_READ, 0.0)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def exchange(self, request: Request, timeout_s: float) -> Response:
+        """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
+        deadline = time.monotonic() + timeout_s
+        reader = ResponseReader(request)
+        try:
+            self._send_all(request, reader, deadline)
+            while reader.response is None:
+                self._receive(reader, deadline)
+        except OSError as error:
+            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+        return reader.response
+
+    def _send_all(self, request: Request, reader: ResponseReader, deadline: float) -> None:
+        """Send head and body; stop where an answer comes first (that ends the connection)."""
+        head = memoryview(format_head(request, self._fixed))
+        body = [memoryview(buffer).cast("B") for buffer in request.body if len(buffer)]
+        if request.body_bytes > EXPECT_ABOVE_BYTES:
+            self._send([head], reader, deadline)
+            self._await_leave(reader, deadline)
+            head = memoryview(b"")
+        if reader.response is None and not self._send([head, *body], reader, deadline):
+            while reader.response is None:
+                self._receive(reader, deadline)
+        if reader.response is not None:
+            reader.response.keep_alive = False  # the body, or a part of it, was never sent
+
+    def _await_leave(self, reader: ResponseReader, deadline: float) -> None:
+        """Wait for 100 Continue, a final answer, or as long as that may take."""
+        until = min(deadline, time.monotonic() + EXPECT_WAIT_S)
+        while not reader.may_send_body and reader.response is None:
+            if not self._receive_once(reader, until):
+                return
+
+    def _send(self, buffers: Sequence[memoryview], reader: ResponseReader, deadline: float) -> bool:
+        """Send buffers; return False where an answer has begun before all was sent."""
+        queue = deque(buffer for buffer in buffers if len(buffer))
+        while queue:
+            try:
+                _advance(queue, self._write(queue))
+                continue
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                wanted = _READ | _WRITE
+            except ssl.SSLWantReadError:
+                wanted = _READ
+            except (BrokenPipeError, ConnectionResetError):
+                return False  # what was answered before lies in the receive buffer
+            ready = self._wait(wanted, deadline - time.monotonic())
+            if not ready:
+                raise TimeoutError("the request could not be sent in time")
+            if ready & _READ and self._receive_once(reader, 0.0) and reader.has_answer:
+                return False
+        return True
+
+    def _write(self, queue: deque[memoryview]) -> int:
+        if self._is_tls:
+            return self._socket.send(queue[0][:_SEND_BYTES])
+        return self._socket.sendmsg(queue)
+
+    def _receive(self, reader: ResponseReader, deadline: float) -> None:
+        if not self._receive_once(reader, deadline):
+            raise TimeoutError("no whole answer in time")
+
+    def _receive_once(self, reader: ResponseReader, deadline: float) -> bool:
+        """Receive what there is; False if nothing came until the deadline (0: now)."""
+        while True:
+            try:
+                reader.received(self._socket.recv_into(reader.buffer()))
+                return True
+            except (BlockingIOError, ssl.SSLWantReadError):
+                wanted = _READ
+            except ssl.SSLWantWriteError:
+                wanted = _WRITE
+            if not self._wait(wanted, deadline - time.monotonic()):
+                return False
+
+    def _wait(self, events: int, seconds: float) -> int:
+        self._poll.modify(self._socket, events)
+        ready = self._poll.poll(max(0.0, seconds) * 1000)
+        return ready[0][1] if ready else 0
+
+
+class ConnectionPool:
+    """Connections to several addresses, kept alive between requests; for any number of threads."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        fixed: Sequence[bytes],
+        *,
+        timeout_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._addresses = addresses
+        self._fixed = fixed
+        self._timeout_s = timeout_s
+        self._context = context
+        self._idle: list[deque[Connection]] = [deque() for _ in addresses]
+        self._lock = threading.Lock()
+
+    def exchange(self, request: Request) -> Response:
+        """Send one request to its address. Raises ConnectionLost, BadAnswer."""
+        connection = self._take(request.replica)
+        try:
+            response = connection.exchange(request, self._timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        if response.keep_alive:
+            self._give(request.replica, connection)
+        else:
+            connection.close()
+        return response
+
+    def close(self) -> None:
+        """Close what is idle."""
+        with self._lock:
+            idle = [connection for connections in self._idle for connection in connections]
+            for connections in self._idle:
+                connections.clear()
+        for connection in idle:
+            connection.close()
+
+    def _take(self, replica: int) -> Connection:
+        while True:
+            with self._lock:
+                connection = self._idle[replica].pop() if self._idle[replica] else None
+            if connection is None:
+                address = self._addresses[replica]
+                return Connection(address, self._fixed[replica], self._context)
+            if connection.is_usable():
+                return connection
+            connection.close()
+
+    def _give(self, replica: int, connection: Connection) -> None:
+        with self._lock:
+            if len(self._idle[replica]) < MAX_IDLE:
+                self._idle[replica].append(connection)
+                return
+        connection.close()
+
+
+def _connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:
+    if address.path:
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            plain.settimeout(CONNECT_TIMEOUT_S)
+            plain.connect(address.path)
+        except BaseException:
+            plain.close()
+            raise
+        return plain
+    plain = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not address.tls:
+            return plain
+        context = context or ssl.create_default_context()
+        return context.wrap_socket(plain, server_hostname=address.host)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _advance(queue: deque[memoryview], sent: int) -> None:
+    """Drop what was sent from the front."""
+    while queue and sent >= len(queue[0]):
+        sent -= len(queue.popleft())
+    if queue and sent:
+        queue[0] = queue[0][sent:]

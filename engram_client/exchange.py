@@ -1,0 +1,478 @@
+"""One call, until it is answered: re-opening, settling, waiting, moving on. Without I/O.
+
+Everything here is a generator of effects: it yields a `Request` and is sent the `Response` (or
+thrown `ConnectionLost`), or yields a `Pause`. The blocking and the asyncio client drive the same
+generators, and so do tests.
+
+What makes it safe (docs/sessions.md): a call of unknown outcome is repeated unchanged; every call
+carries the epoch it is meant for; what was given up half-way is settled before the next call, by
+a rewind with the epoch we know (that fences the lost call off), or else by opening the session
+again from our own copy of its ids, under an epoch never used before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from engram_client import wire
+from engram_client.http1 import Request, Response
+from engram_client.problems import (
+    BadAnswer,
+    BodyTooLarge,
+    ConnectionLost,
+    EngramProblem,
+    SessionClosed,
+    StaleEpoch,
+    TooManyTokens,
+    Transient,
+    UnknownSession,
+    WrongTable,
+    problem_of,
+)
+from engram_client.retry import Patience
+from engram_client.state import NOWHERE, SessionState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """An effect: go on after this many seconds."""
+
+    seconds: float
+
+
+Effects = Generator[Request | Pause, Any, T]
+
+LOCK_POLL_S = 0.001
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the client needs of /v1/info."""
+
+    identity: str
+    max_tokens: int
+    max_ngram_size: int
+    hc_mult: int
+    dim: int
+    n_hash_cols: int
+    head_dim: int
+
+    def answer_bytes(self, num_tokens: int, num_layers: int) -> int:
+        """Return a bound for any answer about this many tokens and layers."""
+        kv = (self.hc_mult + 1) * self.dim * 4
+        rows = self.n_hash_cols * max(self.head_dim * 4 + 64, 8)
+        return wire.MAX_HEAD_BYTES + 64 + num_tokens * (num_layers * max(kv, rows) + 32)
+
+    @property
+    def weights_bytes(self) -> int:
+        """A bound for the weights of one layer."""
+        wkv = (self.hc_mult + 1) * self.dim * self.n_hash_cols * self.head_dim * 2
+        return wkv + self.hc_mult * self.dim * 4 + wire.MAX_HEAD_BYTES + 64
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a call needs of one session.
+
+    position .. end: what it reads, or position = end where a push or a cut begins
+    fence: lowest position the call may change, None for a read
+    """
+
+    state: SessionState
+    position: int
+    end: int
+    fence: int | None = None
+
+
+class Exchange:
+    """The addresses of one service and the way calls reach it. replica: index of the address in
+    use; sessions are opened again where it moves to."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        owner: str | None,
+        reconnect_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.replica = 0
+        self._num_replicas = num_replicas
+        self._owner = owner
+        self._reconnect_s = reconnect_s
+        self._clock = clock
+        self._facts: dict[int, Facts] = {}
+        self._identity: str | None = None
+        self._piece: dict[str, int] = {}
+
+    def _once(self, replica: int, request: Request) -> Effects[Response]:
+        """Send one request to one address. Raises ConnectionLost, EngramProblem."""
+        headers = list(request.headers)
+        if self._identity is not None:
+            headers.append((wire.TABLE, self._identity))
+        response: Response = yield replace(request, headers=headers, replica=replica)
+        if 200 <= response.status < 300:
+            return response
+        raise _refusal(response)
+
+    def call(
+        self,
+        needs: Sequence[Need | None],
+        build: Callable[[], Request],
+        take: Callable[[Response, int], T],
+        *,
+        learns: bool = True,
+    ) -> Effects[T]:
+        """Make one call on sessions that are open and settled, until it is answered.
+
+        needs: by segment, None where the session is not ours; build: the request as of now;
+        take: reads the answer (and the replica it came from) while writes are locked
+        Raises EngramProblem (a refusal that no repetition changes), EngramUnavailable, BadAnswer.
+        """
+        patience = Patience(self._reconnect_s, self._clock, self._num_replicas)
+        writes = [need for need in needs if need is not None and need.fence is not None]
+        held: list[SessionState] = []
+        is_lost = False
+        try:
+            yield from self._lock(writes, held)
+            while True:
+                replica = self.replica
+                was_sent = False
+                try:
+                    if learns:
+                        yield from self._learn(replica)
+                    for need in needs:
+                        if need is not None:
+                            yield from self._ready(need, replica, held, settles=not is_lost)
+                    _mark(writes)
+                    was_sent = True
+                    response = yield from self._once(replica, build())
+                except (ConnectionLost, EngramProblem) as error:
+                    is_lost = is_lost or (was_sent and _is_unknown(error))
+                    if was_sent and not is_lost:
+                        _unmark(writes)
+                    yield from self._recover(error, needs, patience, replica)
+                else:
+                    result = take(response, replica)
+                    _unmark(writes)
+                    return result
+        finally:
+            for state in held:
+                state.lock.release()
+
+    def _recover(
+        self,
+        error: ConnectionLost | EngramProblem,
+        needs: Sequence[Need | None],
+        patience: Patience,
+        replica: int,
+    ) -> Effects[None]:
+        """Prepare the next try after a failure, or raise it."""
+        lost = _lost_sessions(error, needs)
+        passes = isinstance(error, ConnectionLost | Transient) or (
+            isinstance(error, WrongTable) and self._num_replicas > 1
+        )
+        if not lost and not passes:
+            raise error
+        moves = not lost and patience.should_move(error)
+        pause_s = patience.pause_s(error)
+        for state in lost:
+            state.replica = NOWHERE
+        if moves and self.replica == replica:
+            self.replica = (replica + 1) % self._num_replicas
+        if pause_s > 0:
+            yield Pause(pause_s)
+
+    def info(self) -> Effects[dict[str, Any]]:
+        """Ask what is served."""
+        build = partial(Request, "GET", "/v1/info")
+        info, _ = yield from self.call([], build, self._note_info, learns=False)
+        return info
+
+    def facts(self) -> Effects[Facts]:
+        """Return what is known of the service in use, asking it at first."""
+        if (known := self._facts.get(self.replica)) is not None:
+            return known
+        build = partial(Request, "GET", "/v1/info")
+        _, facts = yield from self.call([], build, self._note_info, learns=False)
+        return facts
+
+    def _learn(self, replica: int) -> Effects[None]:
+        if replica not in self._facts:
+            response = yield from self._once(replica, Request("GET", "/v1/info"))
+            self._note_info(response, replica)
+
+    def _note_info(self, response: Response, replica: int) -> tuple[dict[str, Any], Facts]:
+        info = json_of(response)
+        try:
+            geometry, limits = info["geometry"], info["limits"]
+            sizes = ("max_ngram_size", "hc_mult", "dim", "n_hash_cols", "head_dim")
+            facts = Facts(
+                info["table"]["identity"],
+                limits["max_tokens"],
+                *(int(geometry[name]) for name in sizes),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(f"/v1/info: {error!r} is missing or of another type") from error
+        self._facts[replica] = facts
+        self._identity = self._identity or facts.identity
+        return info, facts
+
+    def _lock(self, writes: Sequence[Need], held: list[SessionState]) -> Effects[None]:
+        """Lock the sessions that are written, in the order of their ids."""
+        states = {need.state.session_id: need.state for need in writes}
+        for _, state in sorted(states.items()):
+            yield from _acquire(state)
+            held.append(state)
+
+    def _ready(
+        self, need: Need, replica: int, held: Sequence[SessionState], *, settles: bool
+    ) -> Effects[None]:
+        """See that a session is open here and that no earlier call is in doubt."""
+        state = need.state
+        if state.is_closed:
+            raise SessionClosed(f"session {state.session_id} was closed")
+        if state.replica == replica and (state.unsettled is None or not settles):
+            return
+        is_held = any(state is other for other in held)
+        if not is_held:
+            yield from _acquire(state)
+        try:
+            if state.replica != replica:
+                yield from self._reopen(state, replica, need.position)
+            elif state.unsettled is not None and settles:
+                yield from self._settle(state, replica, need.position)
+        finally:
+            if not is_held:
+                state.lock.release()
+
+    def _settle(self, state: SessionState, replica: int, needed: int) -> Effects[None]:
+        """Undo what a call of unknown outcome may have done, and keep it from being done later."""
+        assert state.unsettled is not None
+        fence = state.unsettled
+        try:
+            response = yield from self._once(replica, rewind_request(state, fence))
+        except EngramProblem as problem:
+            if isinstance(problem, Transient):
+                raise
+            yield from self._reopen(state, replica, needed)
+            return
+        note_session(state, json_of(response), expected_length=fence)
+        yield from self._restore(state, replica, fence)
+        state.unsettled = None
+
+    def _reopen(self, state: SessionState, replica: int, needed: int) -> Effects[None]:
+        """Open a session anew from our own ids, so that positions from `needed` on are held."""
+        state.replica = NOWHERE
+        yield from self._forget(state, replica)
+        start = state.reopen_position(min(needed, state.length))
+        width = self._facts[replica].max_ngram_size - 1
+        request = open_request(state, start, state.lookback(start, width), self._owner)
+        document = json_of((yield from self._once(replica, request)))
+        note_session(state, document, expected_length=start)
+        yield from self._restore(state, replica, start)
+        state.unsettled = None
+        state.replica = replica
+
+    def _forget(self, state: SessionState, replica: int) -> Effects[None]:
+        """Close what an address may still hold under this id from earlier."""
+        try:
+            yield from self._once(replica, close_request(state, state.epoch))
+        except UnknownSession:
+            return
+        except StaleEpoch as stale:
+            if stale.epoch is None:
+                raise BadAnswer("stale_epoch without the present epoch") from stale
+            yield from self._once(replica, close_request(state, stale.epoch))
+
+    def _restore(self, state: SessionState, replica: int, start: int) -> Effects[None]:
+        """Push our own ids from `start` to the end; none of them is worked ahead."""
+        step = self._facts[replica].max_tokens
+        for begin in range(start, state.length, step):
+            end = min(begin + step, state.length)
+            ids = state.history.read(begin, end)
+            mask = None if (ids >= 0).all() else (ids >= 0).tolist()
+            request = push_request(state, begin, ids.clip(0).tolist(), mask, ahead=False)
+            response = yield from self._once(replica, request)
+            note_session(state, json_of(response), expected_length=end)
+
+    def split(
+        self, kind: str, total: int, call: Callable[[int, int], Effects[T]]
+    ) -> Effects[list[T]]:
+        """Make a call over `total` tokens in pieces that the service takes, in order.
+
+        kind: what the size of a piece is remembered for; call: over tokens begin .. end - 1
+        """
+        facts = yield from self.facts()
+        parts: list[T] = []
+        begin = 0
+        while True:
+            piece = max(1, min(self._piece.get(kind, facts.max_tokens), total - begin))
+            end = min(begin + piece, total)
+            try:
+                parts.append((yield from call(begin, end)))
+            except (TooManyTokens, BodyTooLarge):
+                if end - begin <= 1:
+                    raise
+                self._piece[kind] = (end - begin) // 2
+                continue
+            begin = end
+            if begin >= total:
+                return parts
+
+
+def json_request(method: str, target: str, document: dict[str, Any]) -> Request:
+    """Return a request with a JSON body."""
+    body = json.dumps(document, separators=(",", ":")).encode()
+    return Request(method, target, [("Content-Type", wire.JSON_MEDIA)], [body])
+
+
+def open_request(
+    state: SessionState, position: int, lookback: Sequence[int | None], owner: str | None
+) -> Request:
+    """Return the request that opens a session, empty or at a position."""
+    document: dict[str, Any] = {"session_id": str(state.session_id)}
+    if position > 0:
+        document |= {"position": position, "lookback": list(lookback)}
+    if owner is not None:
+        document["owner"] = owner
+    return json_request("POST", "/v1/sessions", document)
+
+
+def push_request(
+    state: SessionState,
+    position: int,
+    token_ids: list[int],
+    mask: list[bool] | None,
+    *,
+    truncate: bool = False,
+    ahead: bool = True,
+) -> Request:
+    """Return the request that pushes ids under the session's present epoch."""
+    document: dict[str, Any] = {
+        "position": position,
+        "token_ids": token_ids,
+        "epoch": state.epoch,
+    }
+    if mask is not None:
+        document["mask"] = mask
+    if truncate:
+        document["on_conflict"] = "truncate"
+    if not ahead:
+        document["ahead"] = False
+    return json_request("POST", f"/v1/sessions/{state.session_id}/tokens", document)
+
+
+def rewind_request(state: SessionState, position: int) -> Request:
+    """Return the request that cuts a session."""
+    document = {"position": position, "epoch": state.epoch}
+    return json_request("POST", f"/v1/sessions/{state.session_id}/rewind", document)
+
+
+def close_request(state: SessionState, epoch: int) -> Request:
+    """Return the request that closes a session."""
+    return Request("DELETE", f"/v1/sessions/{state.session_id}?epoch={epoch}")
+
+
+def json_of(response: Response) -> dict[str, Any]:
+    """Return an answer's JSON object. Raises BadAnswer."""
+    try:
+        document = wire.load_json(bytes(response.body))
+    except wire.WireError as error:
+        raise BadAnswer(f"an answer that is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise BadAnswer(f"expected a JSON object, got {type(document).__name__}")
+    return document
+
+
+def note_session(state: SessionState, document: dict[str, Any], *, expected_length: int) -> None:
+    """Take base and epoch from an answer. Raises BadAnswer: the session has another length."""
+    numbers = [document.get(name) for name in ("length", "base", "epoch")]
+    if any(type(number) is not int for number in numbers):
+        raise BadAnswer(f"a session's answer without length, base and epoch: {numbers}")
+    length, base, epoch = numbers
+    if length != expected_length:
+        raise BadAnswer(
+            f"session {state.session_id}: expected length {expected_length}, got {length}"
+        )
+    assert base is not None
+    assert epoch is not None
+    state.base, state.epoch = base, epoch
+
+
+def _acquire(state: SessionState) -> Effects[None]:
+    while not state.lock.acquire(blocking=False):
+        yield Pause(LOCK_POLL_S)
+
+
+def _mark(writes: Sequence[Need]) -> None:
+    """Note what is in doubt from now until an answer comes."""
+    for need in writes:
+        assert need.fence is not None
+        known = need.state.unsettled
+        need.state.unsettled = need.fence if known is None else min(known, need.fence)
+
+
+def _unmark(writes: Sequence[Need]) -> None:
+    for need in writes:
+        need.state.unsettled = None
+
+
+def _is_unknown(error: ConnectionLost | EngramProblem) -> bool:
+    """Tell whether the request may have been carried out."""
+    if isinstance(error, ConnectionLost):
+        return error.connected
+    return error.status in (500, 502, 504)
+
+
+def _lost_sessions(
+    error: ConnectionLost | EngramProblem, needs: Sequence[Need | None]
+) -> list[SessionState]:
+    """Return the sessions to open again; none if anything else was refused too."""
+    if isinstance(error, ConnectionLost | Transient):
+        return []
+    if not error.segments:
+        need = needs[0] if len(needs) == 1 else None
+        return [need.state] if need is not None and _is_lost(error.code, need) else []
+    lost = []
+    for segment in error.segments:
+        index = segment.get("index")
+        need = needs[index] if type(index) is int and 0 <= index < len(needs) else None
+        if need is None or not _is_lost(str(segment.get("code")), need):
+            return []
+        lost.append(need.state)
+    return lost
+
+
+def _is_lost(code: str, need: Need) -> bool:
+    """Tell whether a refusal means that the service does not hold what we have pushed."""
+    state = need.state
+    match code:
+        case "unknown_session":
+            return True
+        case "gap":
+            return need.position <= state.length
+        case "not_pushed":
+            return need.end <= state.length
+        case "history_truncated":
+            return need.position >= state.floor
+        case "stale_epoch":
+            return state.unsettled is not None
+    return False
+
+
+def _refusal(response: Response) -> EngramProblem:
+    """Return the exception of a refused request."""
+    fields: dict[str, Any] = {}
+    if response.headers.get("content-type", "").startswith(wire.PROBLEM_MEDIA):
+        fields = json_of(response)
+    if type(asked_ms := fields.get("retry_after_ms")) is int:
+        return problem_of(response.status, fields, asked_ms / 1000)
+    asked = response.headers.get("retry-after", "")
+    return problem_of(response.status, fields, float(asked) if asked.isdecimal() else 0.0)
