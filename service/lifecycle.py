@@ -22,7 +22,7 @@ from types import FrameType
 import structlog
 import uvicorn
 
-from engram_core.errors import EngramError
+from engram_core.errors import EngramError, Internal
 from service.app import create_app
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
@@ -35,6 +35,8 @@ log = structlog.get_logger("engram.life")
 EXIT_START, EXIT_FAILED = 1, 70
 CLOSE_S = 1.5
 """Kept of the shutdown timeout for closing connections after the drain."""
+STUCK_S = 30.0
+"""No batch runs this long on a device that works."""
 _TICKS_PER_S = 10
 
 Say = Callable[[str], None]
@@ -158,8 +160,9 @@ class Server(uvicorn.Server):
         state = self._state
         if self._loaded is not None and not state.is_loaded:
             return self._take_over(self._loaded)
-        if state.failure is not None:
-            self._fail(state.failure)
+        failure = state.failure or self._stuck()
+        if failure is not None:
+            self._fail(failure)
             return True
         if state.is_draining:
             return not state.num_active or time.monotonic() >= self._drain_until
@@ -197,6 +200,12 @@ class Server(uvicorn.Server):
             state.model.engine.close_tenant(name)
             log.info("key_removed", key=name)
 
+    def _stuck(self) -> BaseException | None:
+        """Return a failure if a batch has run for longer than any may."""
+        if not self._state.is_loaded or self._state.model.engine.running_s < STUCK_S:
+            return None
+        return Internal(f"a batch has not ended within {STUCK_S:g} s")
+
     def _fail(self, failure: BaseException) -> None:
         log.critical("failed", exc_info=failure)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
@@ -206,7 +215,7 @@ class Server(uvicorn.Server):
         """Close connections, then the engine."""
         await super().shutdown(sockets)
         if self._state.is_loaded and self.exit_status == 0:
-            await asyncio.to_thread(self._state.model.engine.close)
+            await asyncio.to_thread(self._state.model.close)
 
     @property
     def is_loading(self) -> bool:

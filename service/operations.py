@@ -303,7 +303,7 @@ REWIND = Operation(
     method="POST",
     path="/v1/sessions/{session_id}/rewind",
     summary="Cut a session to a length not below its base; moves its epoch",
-    answers={200: _session_answer("cut")},
+    answers={200: Answer("cut", model=schemas.Pushed)},
     refusals=(
         *_WORK,
         *_BODY,

@@ -118,8 +118,8 @@ async def rewind(call: Call) -> Response:
     model = call.state.check_open()
     session_id = call.session_id
     document = await call.document(schemas.RewindSession)
-    state = model.engine.rewind(call.tenant, session_id, document.position, _epoch(document.epoch))
-    return _session(state)
+    result = model.engine.rewind(call.tenant, session_id, document.position, _epoch(document.epoch))
+    return _json(_pushed(session_id, result))
 
 
 async def apply_residual(call: Call) -> Response:

@@ -130,7 +130,7 @@ class Session(BaseModel):
 
 
 class Pushed(BaseModel):
-    """A session after a push."""
+    """A session after a push or a rewind."""
 
     session_id: SessionId
     length: int

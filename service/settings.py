@@ -185,7 +185,7 @@ def load_settings(
     try:
         settings = Settings.model_validate(given)
     except ValidationError as error:
-        raise _malformed(error, sources) from None
+        raise _malformed(error, given, sources) from None
     _check_together(settings)
     return Effective(settings, sources)
 
@@ -220,14 +220,16 @@ def _unknown(shown: str, name: str, prefix: str = "", note: str = "") -> str:
     return f"unknown setting {shown}{note}; did you mean {spelled}?"
 
 
-def _malformed(error: ValidationError, sources: Mapping[str, str]) -> SettingsError:
+def _malformed(
+    error: ValidationError, given: Mapping[str, Any], sources: Mapping[str, str]
+) -> SettingsError:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     source = sources.get(name, "default")
     flag = f"--{name.replace('_', '-')}"
     where = flag if source == "flag" else source if source.startswith(PREFIX) else name
     allowed = first["msg"].removeprefix("Value error, ")
-    return SettingsError(f"setting {where}: {str(first['input'])[:80]!r} is refused: {allowed}")
+    return SettingsError(f"setting {where}: {str(given.get(name))[:80]!r} is refused: {allowed}")
 
 
 def _check_together(settings: Settings) -> None:

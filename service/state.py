@@ -19,10 +19,9 @@ from service.problems import Loading, ShardDown
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from engram_core.engine import Engine
-
     from engram_core.backends.base import Backend
     from engram_core.checkpoint import Checkpoint
+    from engram_core.engine import Engine
     from engram_core.memory import Ledger
 
 JSON_BYTES_BASE, JSON_BYTES_PER_TOKEN = 64 << 10, 64
@@ -41,6 +40,11 @@ class Model:
     limits: EngineLimits
     ledger: Ledger
     in_flight_bytes: int
+
+    def close(self) -> None:
+        """Stop the engine, then free the device."""
+        self.engine.close()
+        self.backend.close()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def settings() -> Settings:
 def model(official_dir: Path, settings: Settings) -> Iterator[Model]:
     loaded = load_model(official_dir, settings, lambda *_: None)
     yield loaded
-    loaded.engine.close()
+    loaded.close()
 
 
 @pytest.fixture
