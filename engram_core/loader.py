@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engram_core.backends.base import Backend
 from engram_core.backends.projection import PROJECT_TOKENS, has_bf16_products
 from engram_core.backends.reference import ReferenceBackend
-from engram_core.checkpoint.dense import read_matrix, read_matrix_chunks
+from engram_core.checkpoint.dense import read_matrix_chunks, read_qk
 from engram_core.checkpoint.files import RegularFile
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource
 from engram_core.errors import EngramError, SchemaError
@@ -133,7 +133,7 @@ def weights_from_source(
         wkv[first : first + len(rows)] = to_bf16(rows)
         if progress is not None:
             progress(what, (first + len(rows)) * geometry.in_features * 2, total)
-    qk = torch.from_numpy(read_matrix(layer.q) * read_matrix(layer.k))
+    qk = torch.from_numpy(read_qk(layer.q, layer.k))
     return EngramLayerWeights(layer.layer_id, wkv, qk, layer.requantize_input)
 
 

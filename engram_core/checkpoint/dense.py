@@ -20,6 +20,13 @@ def read_matrix(source: TensorSource) -> NDArray[np.float32]:
     return np.concatenate([rows for _, rows in read_matrix_chunks(source)])
 
 
+def read_qk(q: TensorSource, k: TensorSource) -> NDArray[np.float32]:
+    """Read q and k and multiply them: float32 [hc_mult, dim], exact for bfloat16 values."""
+    with np.errstate(all="ignore"):  # a file may hold any bits
+        product: NDArray[np.float32] = read_matrix(q) * read_matrix(k)
+    return product
+
+
 def read_matrix_chunks(source: TensorSource) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Read and decode a matrix by chunks of rows: (first row, float32 [n, columns]).
 

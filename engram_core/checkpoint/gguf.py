@@ -129,7 +129,8 @@ def _count(
     count = cursor.u64()
     most = min(limit, file.size // min_bytes)
     if count > most:
-        raise refusal(path, what, expected=f"at most {most}", got=count)
+        got = f"{count} in a file of {file.size} bytes"
+        raise refusal(path, what, expected=f"at most {most}", got=got)
     return count
 
 

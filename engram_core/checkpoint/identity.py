@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engram_core.checkpoint.dense import read_matrix, read_matrix_rows, read_stored_rows
+from engram_core.checkpoint.dense import read_matrix_rows, read_qk, read_stored_rows
 from engram_core.checkpoint.files import RegularFile
 from engram_core.checkpoint.sources import LayerSource
 from engram_core.geometry import EngramHashTables, Geometry
@@ -59,4 +59,4 @@ def _add_layer(digest: hashlib._Hash, layer: LayerSource) -> None:
             count = min(QUANT_GROUP, wkv.shape[0] - first)
             rows = to_bf16(read_matrix_rows(file, wkv, first, count))
             digest.update(rows.view(torch.uint8).numpy().tobytes())
-    digest.update((read_matrix(layer.q) * read_matrix(layer.k)).astype("<f4").tobytes())
+    digest.update(read_qk(layer.q, layer.k).astype("<f4").tobytes())
