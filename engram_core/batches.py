@@ -1,0 +1,202 @@
+"""How one ragged batch of one layer is run on a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from engram_core.backends.base import Backend
+from engram_core.engine_types import Output
+from engram_core.hashing import hash_windows
+from engram_core.jobs import Piece
+from engram_core.kv_store import KvStore, Lease
+from engram_core.pages import Ints
+
+
+class Stages:
+    """Seconds by stage over all batches of a lane. `queue`: of jobs, the others of batches."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.num_batches = 0
+        self.num_tokens = 0
+        self.largest_batch = 0
+
+    def begin(self, batch: Sequence[Piece]) -> None:
+        """Count a batch, and how long those of its jobs that had not begun yet have waited."""
+        tokens = sum(piece.num_tokens for piece in batch)
+        self.num_batches += 1
+        self.num_tokens += tokens
+        self.largest_batch = max(self.largest_batch, tokens)
+        now = time.perf_counter()
+        for job in {piece.job for piece in batch}:
+            if "queue" not in job.stages:
+                self._add("queue", now - job.submitted_s)
+                job.stages["queue"] = now - job.submitted_s
+
+    @contextmanager
+    def measure(self, stage: str, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Time a stage: to each of the jobs it is the whole time, in the total it counts once."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self._add(stage, seconds)
+        for job in {piece.job for piece in pieces}:
+            job.stages[stage] = job.stages.get(stage, 0.0) + seconds
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+class KvBatches:
+    """Batches that need kv: residuals, kv reads and work ahead.
+
+    merge_tokens: small answers are made in one call of the backend, up to so many tokens; larger
+        ones each on their own, without a copy
+    """
+
+    def __init__(self, backend: Backend, store: KvStore, merge_tokens: int) -> None:
+        self.stages = Stages()
+        self._backend = backend
+        self._store = store
+        self._merge_tokens = merge_tokens
+
+    def run(self, batch: list[Piece]) -> None:
+        """Find or compute the kv of every token, then write the answers."""
+        self.stages.begin(batch)
+        windowed = [piece for piece in batch if piece.windows is not None]
+        anonymous = [piece for piece in batch if piece.windows is None]
+        if windowed:
+            with self._lease(windowed) as lease:
+                self._answer(windowed, lease.slots)
+        if anonymous:
+            with self._lend(anonymous) as slots:
+                self._answer(anonymous, slots)
+        for piece in batch:
+            piece.job.finish_piece()
+
+    @contextmanager
+    def _lease(self, pieces: list[Piece]) -> Iterator[Lease]:
+        """Pin the entries of windows, computing those that are missing."""
+        layer = pieces[0].layer
+        with self.stages.measure("project", pieces):
+            windows = np.concatenate(
+                [piece.windows for piece in pieces if piece.windows is not None]
+            )
+            tenants = np.repeat(*_per_piece(pieces, [piece.job.tenant for piece in pieces]))
+            lease = self._store.acquire(layer, tenants, windows)
+            try:
+                if len(lease.compute):
+                    slots = lease.slots[lease.compute]
+                    self._backend.project(layer, slots, windows=windows[lease.compute])
+            except BaseException:
+                self._store.abandon(lease)
+                raise
+        try:
+            yield lease
+        finally:
+            self._store.release(lease)
+
+    @contextmanager
+    def _lend(self, pieces: list[Piece]) -> Iterator[Ints]:
+        """Compute the kv of given hash_ids into slots that no key finds."""
+        with self.stages.measure("project", pieces):
+            hash_ids = np.concatenate(
+                [piece.hash_ids for piece in pieces if piece.hash_ids is not None]
+            )
+            slots = self._store.lend(len(hash_ids))
+            self._backend.project(pieces[0].layer, slots, hash_ids=hash_ids)
+        try:
+            yield slots
+        finally:
+            self._store.give_back(slots)
+
+    def _answer(self, pieces: list[Piece], slots: Ints) -> None:
+        """Write what was asked for. slots: int64 [T] of the pieces, one after the other."""
+        ends = np.cumsum([piece.num_tokens for piece in pieces]).tolist()
+        parts = [
+            (piece, slots[start:stop])
+            for piece, (start, stop) in zip(pieces, pairwise([0, *ends]), strict=True)
+        ]
+        for output in (Output.RESIDUAL, Output.KV):
+            asked = [part for part in parts if part[0].job.output is output]
+            for run in _runs(asked, self._merge_tokens):
+                self._write(output, run)
+
+    def _write(self, output: Output, run: list[tuple[Piece, Ints]]) -> None:
+        pieces = [piece for piece, _ in run]
+        layer = pieces[0].layer
+        slots = np.concatenate([slots for _, slots in run])
+        dead = np.concatenate([piece.dead for piece in pieces])
+        tensors = [piece.tensor for piece in pieces]
+        if output is Output.RESIDUAL:
+            with self.stages.measure("gate", pieces):
+                merged = tensors[0] if len(run) == 1 else torch.cat(tensors)
+                self._backend.gate(layer, slots, dead, merged, merged)
+                _scatter(merged, tensors)
+        else:
+            with self.stages.measure("read_kv", pieces):
+                first = tensors[0]
+                merged = first if len(run) == 1 else first.new_empty((len(slots), *first.shape[1:]))
+                self._backend.read_kv(layer, slots, dead, merged)
+                _scatter(merged, tensors)
+
+
+class RowBatches:
+    """Batches that need no kv: rows and hash_ids."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.stages = Stages()
+        self.rows_gathered = 0
+        self._backend = backend
+
+    def run(self, batch: list[Piece]) -> None:
+        """Hash, and gather, piece by piece."""
+        self.stages.begin(batch)
+        for piece in batch:
+            with self.stages.measure("hash_ids", [piece]):
+                hash_ids = piece.hash_ids
+                if piece.windows is not None:
+                    tables = self._backend.hash_tables
+                    hash_ids = hash_windows(piece.windows, tables, [piece.layer])[:, 0]
+            assert hash_ids is not None
+            if piece.job.output is Output.HASH_IDS:
+                piece.tensor.numpy()[:] = hash_ids
+            else:
+                stored = piece.job.stored
+                with self.stages.measure("rows", [piece]):
+                    self._backend.rows(piece.layer, hash_ids, piece.tensor, stored=stored)
+                self.rows_gathered += hash_ids.size
+            piece.job.finish_piece()
+
+
+def _per_piece(pieces: list[Piece], values: list[int]) -> tuple[Ints, list[int]]:
+    return np.array(values, dtype=np.int64), [piece.num_tokens for piece in pieces]
+
+
+def _runs(parts: list[tuple[Piece, Ints]], merge_tokens: int) -> Iterator[list[tuple[Piece, Ints]]]:
+    """Group neighbours of one dtype, up to `merge_tokens` tokens a group."""
+    run: list[tuple[Piece, Ints]] = []
+    tokens = 0
+    for part in parts:
+        piece = part[0]
+        alike = run and run[0][0].tensor.dtype == piece.tensor.dtype
+        if run and not (alike and tokens + piece.num_tokens <= merge_tokens):
+            yield run
+            run, tokens = [], 0
+        run.append(part)
+        tokens += piece.num_tokens
+    if run:
+        yield run
+
+
+def _scatter(merged: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Copy a merged answer to where its parts belong (a single one is there already)."""
+    if len(tensors) > 1:
+        for tensor, part in zip(tensors, merged.split([len(t) for t in tensors]), strict=True):
+            tensor.copy_(part)

@@ -1,0 +1,152 @@
+"""Who runs what when: two lanes of batches over one backend.
+
+The kv lane owns everything that touches kv slots; its order is reads, then decode-sized work ahead,
+then prefill ahead by (chunk, layer). The rows lane serves rows and hash_ids, which so never wait
+for `wkv`. Whatever waits for one layer when a lane comes free is one ragged batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engram_core.backends.base import Backend
+from engram_core.batches import KvBatches, RowBatches, Stages
+from engram_core.engine_types import EngineLimits, Output
+from engram_core.errors import Draining, EngramError, Internal
+from engram_core.jobs import Job, Piece
+from engram_core.kv_store import KvStore
+from engram_core.lanes import Class, Lane
+from engram_core.queues import ChunkQueue, FairQueue
+
+_READS, _DECODE_AHEAD, _PREFILL_AHEAD = range(3)
+
+_AHEAD_LAUNCHES = 8
+"""Launches' worth of tokens that may wait to be worked ahead: what comes on top is dropped, since
+work that late finds its read done."""
+
+
+class Scheduler:
+    """Runs jobs on a backend. One thread at a time submits (the engine's lock).
+
+    After a backend's exception nothing is run any more (fail stop): the jobs of that batch and all
+    that wait fail with Internal, `failure` is that error, and every later call raises one like it.
+    """
+
+    def __init__(self, backend: Backend, limits: EngineLimits) -> None:
+        self.failure: EngramError | None = None
+        self.store = KvStore(backend.num_slots)
+        self._ahead_tokens = 0
+        self._ahead_dropped = 0
+        # A piece fits the store, and so does a batch: else its slots could evict each other.
+        self._piece_tokens = min(limits.chunk_tokens, limits.max_tokens, backend.num_slots)
+        launch = min(limits.max_tokens, backend.num_slots)
+        self._ahead_limit = min(backend.num_slots, _AHEAD_LAUNCHES * launch)
+        self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
+        self._kv = KvBatches(backend, self.store, self._piece_tokens)
+        self._rows = RowBatches(backend)
+        self._kv_lane = Lane(
+            "engram-kv",
+            [
+                Class(FairQueue(self._piece_tokens), launch),
+                # Work ahead never delays a read by more than one piece.
+                *(Class(queue, self._piece_tokens) for queue in self._ahead),
+            ],
+            self._kv.run,
+            self._fail,
+        )
+        self._rows_lane = Lane(
+            "engram-rows",
+            [Class(FairQueue(self._piece_tokens), launch)],
+            self._rows.run,
+            self._fail,
+        )
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """The kv lane and the rows lane."""
+        return self._kv_lane, self._rows_lane
+
+    def submit(self, job: Job) -> None:
+        """Queue a read. Raises: Internal after a failure, Draining after `close`."""
+        is_rows = job.output in (Output.ROWS, Output.HASH_IDS)
+        if not self._queue(self._rows_lane if is_rows else self._kv_lane, job, _READS):
+            raise self.refusal()
+
+    def work_ahead(self, job: Job, *, is_decode: bool) -> None:
+        """Queue work ahead, or drop it if too much waits: it only fills the store."""
+        tokens = len(job.read) * len(job.layers)
+        if sum(queue.num_tokens for queue in self._ahead) + tokens > self._ahead_limit:
+            self._ahead_dropped += tokens
+            return
+        if self._queue(self._kv_lane, job, _DECODE_AHEAD if is_decode else _PREFILL_AHEAD):
+            self._ahead_tokens += tokens
+
+    def refusal(self) -> EngramError:
+        """Make the error of a call after a failure or after `close`."""
+        # A new one each time: one instance would gather the traceback of every raise.
+        if self.failure is not None:
+            return Internal(self.failure.message)
+        return Draining("the engine was closed")
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits or runs. False: not within the timeout."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for lane in self.lanes:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not lane.drain(left):
+                return False
+        return True
+
+    def close(self) -> None:
+        """End the batch in progress, fail what waits with Draining, end the threads."""
+        self._stop(self.refusal())
+        for lane in self.lanes:
+            lane.join()
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Plain numbers since the start."""
+        store = self.store.counters
+        seconds: dict[str, float] = {}
+        for stages in (self._kv.stages, self._rows.stages):
+            for stage, value in list(stages.seconds.items()):
+                seconds[f"{stage}_s"] = seconds.get(f"{stage}_s", 0.0) + value
+        return {
+            "kv_hits": store.hits,
+            "kv_misses": store.misses,
+            "kv_duplicates": store.duplicates,
+            "kv_evicted": store.evicted,
+            "kv_entries": len(self.store),
+            "ahead_tokens": self._ahead_tokens,
+            "ahead_dropped": self._ahead_dropped,
+            "rows_gathered": self._rows.rows_gathered,
+            **_batch_counters("kv", self._kv.stages),
+            **_batch_counters("rows", self._rows.stages),
+            **seconds,
+        }
+
+    def _queue(self, lane: Lane, job: Job, class_index: int) -> bool:
+        pieces = list(job.pieces(self._piece_tokens))
+        job.submitted_s = time.perf_counter()
+        return lane.submit(job, pieces, class_index)
+
+    def _fail(self, error: BaseException, batch: Sequence[Piece]) -> None:
+        failure = Internal(f"the backend failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        self.failure = self.failure or failure
+        for piece in batch:
+            piece.job.fail(failure)
+        self._stop(failure)
+
+    def _stop(self, error: EngramError) -> None:
+        for lane in self.lanes:
+            lane.stop(error)
+
+
+def _batch_counters(lane: str, stages: Stages) -> dict[str, float]:
+    return {
+        f"{lane}_batches": stages.num_batches,
+        f"{lane}_batch_tokens": stages.num_tokens,
+        f"{lane}_largest_batch": stages.largest_batch,
+    }
