@@ -22,7 +22,7 @@ extern "C" {
 #define ENGRAM_ABI_VERSION 1
 #define ENGRAM_MAX_NGRAM 8
 #define ENGRAM_MAX_HASH_COLS 64
-#define ENGRAM_INLINE_TOKENS 64 /* slots that travel inside the launch instead of in memory */
+#define ENGRAM_INLINE_TOKENS 64 /* windows and slots of so many travel inside the launch */
 
 typedef enum {
   ENGRAM_OK = 0,
@@ -118,7 +118,8 @@ typedef enum {
 typedef struct {
   const engram_table* table; /* host */
   const engram_hash* hash;   /* host; prepared; needed with windows */
-  const int32_t* windows;    /* [T, N] newest first, after blocking; or NULL */
+  const int32_t* windows;    /* [T, N] newest first, after blocking; or NULL. Host memory if
+                              * T <= ENGRAM_INLINE_TOKENS and N <= 4, else device */
   const int64_t* hash_ids;   /* [T, C]; exactly one of the two. Not checked on the device */
   int64_t num_tokens;
   int32_t num_cols;          /* C */
@@ -149,7 +150,8 @@ typedef struct {
   const void* rows;     /* bf16 [T, K] */
   const void* wkv;      /* bf16 [out_features, K] */
   void* kv;             /* bf16 [num_slots, out_features] */
-  const int64_t* slots; /* [T] distinct, or NULL: token t goes to slot t */
+  const int64_t* slots; /* [T] distinct, or NULL: token t goes to slot t. Host memory if
+                         * T <= ENGRAM_INLINE_TOKENS, else device */
   int64_t num_tokens;
   int64_t in_features, out_features; /* K % 8 == 0, out_features % 8 == 0 */
   engram_stream stream;
@@ -173,7 +175,7 @@ int64_t engram_gemm_version(const engram_gemm* gemm);
 typedef struct {
   const void* from;
   void* kv;
-  const int64_t* slots; /* [T] */
+  const int64_t* slots; /* [T], as above */
   int64_t num_tokens, out_features;
   engram_stream stream;
 } engram_scatter_params;

@@ -27,15 +27,17 @@ struct GatherArgs {
   uint8_t* out;
   int64_t num_pairs;  // T * C
   int32_t num_cols, head_dim;
-  bool requantized;
+  bool requantized, is_inline;
   engram_hash hash;
+  int32_t inline_windows[ENGRAM_INLINE_TOKENS * 4];
 };
 
 __device__ __forceinline__ int64_t row_id(const GatherArgs& args, int64_t pair) {
-  if (args.windows == nullptr) return args.hash_ids[pair];
+  if (args.hash_ids != nullptr) return args.hash_ids[pair];
   const int64_t token = pair / args.num_cols;
   const int col = static_cast<int>(pair - token * args.num_cols);
-  return hash_row_id(args.hash, args.windows + token * args.hash.max_ngram_size, col);
+  const int32_t* windows = args.is_inline ? args.inline_windows : args.windows;
+  return hash_row_id(args.hash, windows + token * args.hash.max_ngram_size, col);
 }
 
 // Four lanes hold the 32 values of a quant group.
@@ -148,6 +150,10 @@ static void launch_gather_stored(const GatherArgs& args, const engram_table& tab
         <<<blocks, kGatherThreads, 0, stream>>>(args, head, row, tail, scales);
 }
 
+static bool is_inline(const engram_gather_params& p) {
+  return p.num_tokens <= ENGRAM_INLINE_TOKENS && p.hash->max_ngram_size <= 4;
+}
+
 static engram_status check_gather(const engram_gather_params& p) {
   ENGRAM_REQUIRE(p.table != nullptr, "gather: expected a table, got NULL");
   ENGRAM_REQUIRE(p.num_tokens >= 0, "gather: expected num_tokens >= 0, got %lld",
@@ -208,7 +214,12 @@ engram_status engram_gather(const engram_gather_params* params) {
   args.code_stride = is_split ? codes : row_bytes(table.format, table.head_dim);
   args.scales = is_split ? table.scales : table.codes + codes;
   args.scale_stride = is_split ? scale_bytes(table.format, table.head_dim) : args.code_stride;
-  args.windows = params->windows;
+  args.is_inline = params->windows != nullptr && is_inline(*params);
+  if (args.is_inline)
+    memcpy(args.inline_windows, params->windows,
+           static_cast<size_t>(params->num_tokens) * params->hash->max_ngram_size * 4);
+  else
+    args.windows = params->windows;
   args.hash_ids = params->hash_ids;
   args.out = static_cast<uint8_t*>(params->out);
   args.num_pairs = params->num_tokens * params->num_cols;

@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "../status.h"
+#include "slots.cuh"
 
 namespace engram {
 
@@ -24,8 +25,8 @@ struct ProjectArgs {
   const __nv_bfloat16* rows;
   const __nv_bfloat16* wkv;
   __nv_bfloat16* kv;
-  const int64_t* slots;
   int64_t num_tokens, in_features, out_features;
+  SlotList list;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void store_tile(const ProjectArgs& args,
     const int t = index / (kOutputs / 8), chunk = index % (kOutputs / 8);
     const int64_t n = output + chunk * 8;
     if (token + t >= args.num_tokens || n >= args.out_features) continue;
-    const int64_t slot = args.slots != nullptr ? args.slots[token + t] : token + t;
+    const int64_t slot = args.list.slot(token + t);
     *reinterpret_cast<uint4*>(args.kv + slot * args.out_features + n) =
         *reinterpret_cast<const uint4*>(tile + t * kPitch + chunk * 8);
   }
@@ -182,14 +183,19 @@ engram_status launch_project(const ProjectArgs& args, cudaStream_t stream) {
   return ENGRAM_OK;
 }
 
-// 16 bytes a thread: one block a token.
-__global__ void __launch_bounds__(256)
-    scatter_kernel(const uint4* __restrict__ from, uint4* __restrict__ kv,
-                   const int64_t* __restrict__ slots, int64_t vectors) {
+struct ScatterArgs {
+  const uint4* from;
+  uint4* kv;
+  int64_t vectors;  // of 16 bytes, a token
+  SlotList list;
+};
+
+// One block a token, 16 bytes a thread.
+__global__ void __launch_bounds__(256) scatter_kernel(const __grid_constant__ ScatterArgs args) {
   const int64_t token = blockIdx.x;
-  const int64_t slot = slots[token];
-  for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x)
-    kv[slot * vectors + i] = from[token * vectors + i];
+  const int64_t slot = args.list.slot(token);
+  for (int64_t i = threadIdx.x; i < args.vectors; i += blockDim.x)
+    args.kv[slot * args.vectors + i] = args.from[token * args.vectors + i];
 }
 
 }  // namespace engram
@@ -205,13 +211,14 @@ engram_status engram_project_chain(const engram_project_params* params) {
   ENGRAM_REQUIRE(params->num_tokens >= 0, "project: expected num_tokens >= 0, got %lld",
                  static_cast<long long>(params->num_tokens));
   if (params->num_tokens == 0) return ENGRAM_OK;
-  const ProjectArgs args{static_cast<const __nv_bfloat16*>(params->rows),
-                         static_cast<const __nv_bfloat16*>(params->wkv),
-                         static_cast<__nv_bfloat16*>(params->kv),
-                         params->slots,
-                         params->num_tokens,
-                         params->in_features,
-                         params->out_features};
+  ProjectArgs args{};
+  args.rows = static_cast<const __nv_bfloat16*>(params->rows);
+  args.wkv = static_cast<const __nv_bfloat16*>(params->wkv);
+  args.kv = static_cast<__nv_bfloat16*>(params->kv);
+  args.num_tokens = params->num_tokens;
+  args.in_features = params->in_features;
+  args.out_features = params->out_features;
+  fill_slot_list(args.list, params->slots, nullptr, params->num_tokens);
   const cudaStream_t stream = static_cast<cudaStream_t>(params->stream);
   if (args.num_tokens <= 8) return launch_project<8>(args, stream);
   if (args.num_tokens <= 16) return launch_project<16>(args, stream);
@@ -227,10 +234,13 @@ engram_status engram_scatter_kv(const engram_scatter_params* params) {
                  static_cast<long long>(params->out_features));
   ENGRAM_REQUIRE(params->slots != nullptr, "scatter_kv: expected slots, got NULL");
   if (params->num_tokens == 0) return ENGRAM_OK;
+  engram::ScatterArgs args{};
+  args.from = static_cast<const uint4*>(params->from);
+  args.kv = static_cast<uint4*>(params->kv);
+  args.vectors = params->out_features / 8;
+  engram::fill_slot_list(args.list, params->slots, nullptr, params->num_tokens);
   engram::scatter_kernel<<<static_cast<unsigned>(params->num_tokens), 256, 0,
-                           static_cast<cudaStream_t>(params->stream)>>>(
-      static_cast<const uint4*>(params->from), static_cast<uint4*>(params->kv), params->slots,
-      params->out_features / 8);
+                           static_cast<cudaStream_t>(params->stream)>>>(args);
   ENGRAM_CUDA(cudaGetLastError());
   return ENGRAM_OK;
 }

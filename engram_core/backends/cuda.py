@@ -1,0 +1,308 @@
+"""From a checkpoint to the CUDA backend: ledger, tables, weights, self-check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from ctypes import byref, c_int32
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engram_core.backends import native as abi
+from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import (
+    DeviceLayer,
+    EngramV41,
+    require_encoding,
+    require_image,
+    workspace_bytes,
+)
+from engram_core.backends.native import Native, cublaslt_candidates
+from engram_core.checkpoint.dense import read_matrix, read_matrix_chunks
+from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
+from engram_core.errors import SchemaError
+from engram_core.geometry import Geometry
+from engram_core.memory import (
+    HELD_ID_BYTES,
+    Ledger,
+    Memory,
+    Needs,
+    Placement,
+    check,
+    host_available_bytes,
+    plan,
+)
+from engram_core.quant import to_bf16
+
+__all__ = ["CudaBackend", "EngramV41", "load", "plan_on_device"]
+
+Progress = Callable[[str, int, int], None]
+
+STAGE_BYTES = 64 << 20
+"""Of each of the two pinned stages a file passes through."""
+
+CONTEXT_BYTES = 700 << 20
+"""The driver's context and cublasLt's images, measured on an H200."""
+
+_READERS = 8
+
+
+class Budget(Protocol):
+    """See `loader.Budget`."""
+
+    @property
+    def in_flight_bytes(self) -> int: ...
+    @property
+    def held_tokens(self) -> int: ...
+    @property
+    def reserve_bytes(self) -> int: ...
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    placement: str,
+    num_slots: int,
+    budget: Budget,
+    progress: Progress,
+) -> CudaBackend:
+    """Load a checkpoint onto a CUDA device (see `loader.load`), and check the result.
+
+    device: "cuda" or "cuda:N"; placement: auto, device, or host (rows gathered from pinned memory)
+
+    Raises: MemoryShort before the first byte; CheckpointError; Unsupported; SelfCheckFailed.
+    """
+    native = Native()
+    index = _device_index(native, device)
+    properties = native.device(index)
+    require_image(native, properties)
+    for layer in checkpoint.layers:
+        require_encoding(layer.table.encoding)
+    needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
+    ledger = plan(needs, _memory(properties), placement)
+    if ledger.placement is Placement.DISK:
+        raise SchemaError(
+            "placement: the CUDA backend takes device or host, got disk; use device cpu",
+            expected="device or host",
+            got="disk",
+        )
+    with ExitStack() as failed:
+        loader = _Loader(native, progress)
+        try:
+            layers = [
+                loader.layer(source, checkpoint.geometry, ledger, failed)
+                for source in checkpoint.layers
+            ]
+        finally:
+            loader.close()
+        failed.pop_all()  # the backend frees the layers
+        backend = CudaBackend(
+            native,
+            checkpoint.geometry,
+            checkpoint.hash_tables,
+            layers,
+            num_slots,
+            device_index=index,
+            is_integrated=bool(properties.integrated),
+        )
+    with ExitStack() as failed:
+        failed.callback(backend.close)
+        backend.open_gemm(cublaslt_candidates())
+        backend.self_check()
+        check(needs, ledger, _memory(native.device(index)))
+        failed.pop_all()
+    return backend
+
+
+def plan_on_device(
+    checkpoint: Checkpoint, *, device: str, placement: str, num_slots: int, budget: Budget
+) -> Ledger:
+    """Say what loading would take where. Raises: MemoryShort, Unsupported."""
+    native = Native()
+    properties = native.device(_device_index(native, device))
+    needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
+    return plan(needs, _memory(properties), placement)
+
+
+def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:
+    """Add up what the backend holds on the device and beside it."""
+    geometry, sizes = checkpoint.geometry, Sizes()
+    lanes = (
+        sizes.num_lanes
+        * sizes.lane_tokens
+        * max(geometry.kv_bytes, geometry.hc_mult * geometry.dim * 4)
+    )
+    return Needs(
+        tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
+        wkv=geometry.num_layers * geometry.out_features * geometry.in_features * 2,
+        kv_store=num_slots * geometry.kv_bytes,
+        workspaces=sum(workspace_bytes(geometry, sizes.chunk_tokens).values()) + lanes,
+        in_flight=budget.in_flight_bytes + lanes + 2 * STAGE_BYTES,
+        held_ids=budget.held_tokens * HELD_ID_BYTES,
+        reserve=budget.reserve_bytes,
+        context=CONTEXT_BYTES,
+    )
+
+
+class _Loader:
+    """File -> two pinned stages -> device."""
+
+    def __init__(self, native: Native, progress: Progress) -> None:
+        self._native = native
+        self._progress = progress
+        with ExitStack() as made:
+            self._stream = Stream(native)
+            made.callback(self._stream.close)
+            self._end = Event(native)
+            made.callback(self._end.close)
+            self._stages = PinnedBuffer(native, 2 * STAGE_BYTES)
+            made.callback(self._stages.close)
+            self._owned = made.pop_all()
+
+    def close(self) -> None:
+        self._owned.close()
+
+    def layer(
+        self, source: LayerSource, geometry: Geometry, ledger: Ledger, owner: ExitStack
+    ) -> DeviceLayer:
+        """Load one layer; `owner` frees it if a later one fails."""
+        parts = self._table(source, ledger, owner)
+        wkv = self._wkv(source, geometry, owner)
+        qk = (read_matrix(source.q) * read_matrix(source.k)).astype(np.float32)
+        return DeviceLayer(
+            encoding=source.table.encoding,
+            num_rows=source.table.num_rows,
+            table_parts=parts,
+            wkv=wkv,
+            qk=self._upload(qk.view(np.uint8).reshape(-1), owner),
+            requantize_input=source.requantize_input,
+        )
+
+    def _table(
+        self, source: LayerSource, ledger: Ledger, owner: ExitStack
+    ) -> list[DeviceBuffer | PinnedBuffer]:
+        table = source.table
+        total, done = table.num_rows * table.row_bytes, 0
+        parts: list[DeviceBuffer | PinnedBuffer] = []
+        for part in table.parts:
+            num_bytes = table.num_rows * part.row_bytes
+            buffer: DeviceBuffer | PinnedBuffer
+            if ledger.placement is Placement.HOST:
+                buffer = PinnedBuffer(self._native, num_bytes + 16)
+            else:
+                buffer = DeviceBuffer(self._native, num_bytes)
+            owner.callback(buffer.close)
+            what = f"layer {source.layer_id} table"
+            self._read(str(part.path), part.offset, num_bytes, buffer.address, (what, done, total))
+            done += num_bytes
+            parts.append(buffer)
+        return parts
+
+    def _wkv(self, source: LayerSource, geometry: Geometry, owner: ExitStack) -> DeviceBuffer:
+        """wkv as bfloat16: dequantised on the device where its kernels know the type."""
+        tensor, num_rows, columns = source.wkv, geometry.out_features, geometry.in_features
+        wkv = DeviceBuffer(self._native, num_rows * columns * 2)
+        owner.callback(wkv.close)
+        what = f"layer {source.layer_id} wkv"
+        format_id = abi.FORMATS.get("E4M3_E8M0_32" if tensor.scale else tensor.type)
+        if format_id is None or self._native.row_bytes(format_id, columns) < 0:
+            self._wkv_through_host(tensor, wkv, what)
+            return wkv
+        with ExitStack() as stored:
+            codes = self._stored(tensor, stored, what)
+            scales = self._stored(tensor.scale, stored, what) if tensor.scale else None
+            params = abi.Dequantize(
+                format=format_id,
+                rows_per_scale=32 if scales else 1,
+                num_rows=num_rows,
+                row_values=columns,
+                codes=codes.address,
+                scales=scales.address if scales else 0,
+                out=wkv.address,
+                stream=self._stream.handle,
+            )
+            self._native.dequantize(byref(params))
+            self._wait()
+        return wkv
+
+    def _stored(self, tensor: TensorSource, owner: ExitStack, what: str) -> DeviceBuffer:
+        buffer = DeviceBuffer(self._native, tensor.num_bytes)
+        owner.callback(buffer.close)
+        place = (what, 0, tensor.num_bytes)
+        self._read(str(tensor.path), tensor.offset, tensor.num_bytes, buffer.address, place)
+        return buffer
+
+    def _wkv_through_host(self, tensor: TensorSource, wkv: DeviceBuffer, what: str) -> None:
+        done = 0
+        for _, rows in read_matrix_chunks(tensor):
+            data = to_bf16(rows).view(torch.uint8).reshape(-1).numpy()
+            self._send(data, wkv.address + done)
+            done += data.size
+            self._progress(what, done, wkv.num_bytes)
+
+    def _upload(self, data: np.ndarray, owner: ExitStack) -> DeviceBuffer:
+        buffer = DeviceBuffer(self._native, data.size)
+        owner.callback(buffer.close)
+        self._send(data, buffer.address)
+        return buffer
+
+    def _send(self, data: np.ndarray, to: int) -> None:
+        for start in range(0, data.size, STAGE_BYTES):
+            piece = data[start : start + STAGE_BYTES]
+            self._stages.bytes[: piece.size] = piece
+            self._native.copy(to + start, self._stages.address, piece.size, self._stream.handle)
+            self._wait()
+
+    def _read(
+        self, path: str, offset: int, num_bytes: int, to: int, place: tuple[str, int, int]
+    ) -> None:
+        what, before, total = place
+
+        def progress(_: object, done: int) -> int:
+            self._progress(what, before + done, total)
+            return 0
+
+        params = abi.Load(
+            path=path.encode(),
+            offset=offset,
+            num_bytes=num_bytes,
+            to=to,
+            stages=self._stages.address,
+            stage_bytes=STAGE_BYTES,
+            num_threads=_READERS,
+            keep_pages=0,
+            progress=abi.PROGRESS(progress),
+            stream=self._stream.handle,
+        )
+        self._native.load(byref(params))
+
+    def _wait(self) -> None:
+        self._end.record(self._stream)
+        self._end.wait()
+
+
+def _memory(device: abi.Device) -> Memory:
+    return Memory(
+        host_available_bytes(),
+        device_free_bytes=None if device.integrated else int(device.free_bytes),
+        integrated=bool(device.integrated),
+    )
+
+
+def _device_index(native: Native, device: str) -> int:
+    """Raises: SchemaError for a name that is none, or a device that is not there."""
+    found = c_int32()
+    native.device_count(byref(found))
+    match = re.fullmatch(r"cuda(?::(0|[1-9]\d{0,2}))?", device)
+    index = int(match.group(1) or 0) if match else -1
+    if not 0 <= index < found.value:
+        expected = f"cuda:0 .. cuda:{found.value - 1}" if found.value else "cpu (no CUDA device)"
+        raise SchemaError(
+            f"device: expected {expected}, got {device!r}", expected=expected, got=device
+        )
+    return index

@@ -1,0 +1,495 @@
+"""The CUDA backend: tables, wkv and kv slots resident on one device.
+
+Three queues: projections (work ahead) on a low-priority stream, gates and kv read-outs on an
+urgent one, rows on a third. A projection is enqueued in chunks and not waited for; a gate waits on
+the device for exactly those projections that its slots come from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends import native as abi
+from engram_core.backends.cuda_check import check_gate, check_projection, gemm_matches_chain
+from engram_core.backends.device import Event, PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import CHAIN_TOKENS, DeviceLayer, EngramV41
+from engram_core.backends.native import Native, Unsupported
+from engram_core.backends.staging import ControlRing, Lane, address_of, fits_inline, pieces
+from engram_core.errors import BadTensor, RowOutOfRange
+from engram_core.geometry import EngramHashTables, Geometry
+
+MAPPED_TOKENS = 64
+"""Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
+
+_Owned = TypeVar("_Owned", Stream, Event, ControlRing, Lane)
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+_TRACKED = 64
+"""Projections whose ends are remembered; the oldest is waited for before another is enqueued."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bounds of the backend's launches and buffers, in tokens.
+
+    chunk_tokens: of one projection; bounds what an urgent gate waits for
+    lane_tokens: of one piece of a transfer; num_lanes: pieces in flight
+    """
+
+    chunk_tokens: int = 256
+    lane_tokens: int = 128
+    num_lanes: int = 4
+
+
+class CudaBackend:
+    """Implements `backends.base.Backend` on one CUDA device.
+
+    layers: in the order of geometry.layer_ids; the backend frees them
+    is_integrated: CPU and GPU share memory: it is used in place at every size
+
+    Raises: Unsupported, BadTensor.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        native: Native,
+        geometry: Geometry,
+        hash_tables: EngramHashTables,
+        layers: Sequence[DeviceLayer],
+        num_slots: int,
+        *,
+        device_index: int = 0,
+        is_integrated: bool = False,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.hash_tables = hash_tables
+        self.num_slots = num_slots
+        self.encodings = tuple(layer.encoding for layer in layers)
+        self.row_bytes = tuple(
+            native.row_bytes(abi.FORMATS[layer.encoding], geometry.head_dim) for layer in layers
+        )
+        self._table_rows = tuple(layer.num_rows for layer in layers)
+        self._sizes = sizes or Sizes()
+        self._native = native
+        self._device_index = device_index
+        self._thread = threading.local()
+        self._mapped_tokens = 1 << 30 if is_integrated else MAPPED_TOKENS
+        self._pools: list[PinnedBuffer] = []
+        with ExitStack() as made:
+            self.engram = EngramV41(
+                native,
+                geometry,
+                hash_tables,
+                max_tokens=self._sizes.chunk_tokens,
+                num_slots=num_slots,
+            )
+            made.callback(self.engram.close)
+            for layer in layers:
+                self.engram.add_layer(layer)
+            self._make_queues(made)
+            self._owned = made.pop_all()
+        self._numerics = {
+            "wkv": f"chain of mma.sync m16n8k16 up to {self._sizes.chunk_tokens} tokens, one "
+            "float32 accumulator a value, k ascending; bits do not depend on the batch",
+            "gate": "float32, no fused multiply-add in the result; bits do not depend on the batch",
+            "wkv_input": "e4m3 per 32 values"
+            if any(layer.requantize_input for layer in layers)
+            else "bfloat16 rows",
+        }
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        return self._numerics
+
+    def open_gemm(self, candidates: Sequence[str]) -> bool:
+        """Take the first cublasLt whose every batch class gives the chain's bits.
+
+        Without one the chain serves every T; `numerics` says which it is, and why.
+        """
+        reasons = []
+        for library in candidates:
+            try:
+                version = self.engram.open_gemm(library)
+            except Unsupported as error:
+                reasons.append(error.message)
+                continue
+            different = gemm_matches_chain(self.engram, self._project_stream)
+            if not different:
+                self._numerics["wkv"] = (
+                    f"chain of mma.sync m16n8k16 up to {CHAIN_TOKENS} tokens, cublasLt {version} "
+                    "above, each batch class compared with the chain by bits at start"
+                )
+                return True
+            self.engram.close_gemm()
+            reasons.append(f"{library}: other bits than the chain at T = {different}")
+        self._numerics["wkv_without_cublaslt"] = "; ".join(reasons) or "no library was tried"
+        return False
+
+    def rows(
+        self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
+    ) -> None:
+        """Gather rows, dequantised or as stored (see `Backend.rows`)."""
+        width = self.row_bytes[layer_index] if stored else self.geometry.head_dim
+        dtype = torch.uint8 if stored else torch.bfloat16
+        columns = self.geometry.n_hash_cols
+        _require("hash_ids", hash_ids, np.int64, (len(hash_ids), columns))
+        _require_tensor("out", out, (dtype,), (len(hash_ids), columns, width))
+        self._require_rows(layer_index, hash_ids)
+        self._select()
+        output = abi.OUT_STORED if stored else abi.OUT_BF16
+        for turn, piece in enumerate(pieces(len(hash_ids), self._sizes.lane_tokens)):
+            lane = self._row_lanes[turn % len(self._row_lanes)]
+            lane.finish()
+            (ids,) = self._row_control.send(self._row_stream, _flat(hash_ids[piece], np.int64))
+            to = self._place(lane, out[piece])
+            count = piece.stop - piece.start
+            self.engram.gather(
+                layer_index, count, to, self._row_stream, hash_ids=ids, output=output
+            )
+            self._row_control.release(self._row_stream)
+            lane.done.record(self._row_stream)
+        for lane in self._row_lanes:
+            lane.finish()
+
+    def project(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        *,
+        windows: NDArray[np.int32] | None = None,
+        hash_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Enqueue kv into slots (see `Backend.project`); a failure shows at the next read."""
+        if (windows is None) == (hash_ids is None):
+            raise BadTensor("project: give exactly one of windows and hash_ids")
+        self._require_slots(slots)
+        if windows is not None:
+            _require("windows", windows, np.int32, (len(slots), self.geometry.max_ngram_size))
+        if hash_ids is not None:
+            _require("hash_ids", hash_ids, np.int64, (len(slots), self.geometry.n_hash_cols))
+            self._require_rows(layer_index, hash_ids)
+        self._select()
+        for piece in pieces(len(slots), self._sizes.chunk_tokens):
+            self._project_piece(
+                layer_index,
+                _flat(slots[piece], np.int64),
+                None if windows is None else _flat(windows[piece], np.int32),
+                None if hash_ids is None else _flat(hash_ids[piece], np.int64),
+            )
+
+    def read_kv(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        out: torch.Tensor,
+    ) -> None:
+        """Copy kv out of slots (see `Backend.read_kv`). Slots of dead positions are not read."""
+        hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
+        _require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
+        slots = self._live_slots(slots, dead)
+        self._await_slots(slots)
+        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
+            lane = self._lanes[turn % len(self._lanes)]
+            lane.finish()
+            to = self._place(lane, out[piece])
+            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
+            self.engram.read_kv(
+                piece.stop - piece.start, to, self._urgent, slots=places, is_dead=flags
+            )
+            if is_sent:
+                self._control.release(self._urgent)
+            lane.done.record(self._urgent)
+        self._finish_lanes()
+
+    def gate(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Add gate * value (see `Backend.gate`). Dead positions keep their bits."""
+        shape = (len(slots), self.geometry.hc_mult, self.geometry.dim)
+        _require_tensor("residual", residual, (torch.bfloat16, torch.float32), shape)
+        _require_tensor("out", out, (residual.dtype,), shape)
+        slots = self._live_slots(slots, dead)
+        self._await_slots(slots)
+        is_mapped = len(slots) <= self._mapped_tokens
+        run = self._gate_mapped if is_mapped else self._gate_copied
+        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
+            lane = self._lanes[turn % len(self._lanes)]
+            lane.finish()
+            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
+            run(lane, layer_index, residual[piece], out[piece], (places, flags))
+            if is_sent:
+                self._control.release(self._urgent)
+        self._finish_lanes()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Make pinned memory for bodies and answers: uint8 [num_bytes], until `close`.
+
+        Residuals, kv and rows that lie in it are read and written without a copy.
+        """
+        self._select()
+        buffer = PinnedBuffer(self._native, num_bytes)
+        self._pools.append(buffer)
+        return torch.from_numpy(buffer.bytes)
+
+    def synchronize(self) -> None:
+        """Wait for every enqueued projection. Raises: Internal."""
+        self._select()
+        self._await_sequence(self._sequence)
+
+    def self_check(self) -> None:
+        """Compare what runs with what is promised. Raises: SelfCheckFailed."""
+        self._select()
+        check_projection(self.engram, self._project_stream)
+        if self.num_slots:
+            check_gate(self.engram, self._urgent)
+
+    def close(self) -> None:
+        """Free the device. The backend cannot be used afterwards."""
+        self._select()
+        self._owned.close()
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()
+
+    # ---- queues
+
+    def _make_queues(self, made: ExitStack) -> None:
+        native, geometry, sizes = self._native, self.geometry, self._sizes
+        token_bytes = geometry.n_hash_cols * 8 + geometry.max_ngram_size * 4 + 8 + 1
+        control_bytes = sizes.chunk_tokens * token_bytes + 64
+        row_width = max(*self.row_bytes, geometry.head_dim * 2)
+        row_bytes = sizes.lane_tokens * geometry.n_hash_cols * row_width
+        residual_bytes = geometry.hc_mult * geometry.dim * 4
+        lane_bytes = sizes.lane_tokens * max(geometry.kv_bytes, residual_bytes)
+
+        def keep(part: _Owned) -> _Owned:
+            made.callback(part.close)
+            return part
+
+        self._project_stream = keep(Stream(native))
+        self._urgent = keep(Stream(native, is_urgent=True))
+        self._upload = keep(Stream(native, is_urgent=True))
+        self._download = keep(Stream(native, is_urgent=True))
+        self._row_stream = keep(Stream(native))
+        self._project_control = keep(ControlRing(native, control_bytes, 8))
+        self._control = keep(ControlRing(native, control_bytes, sizes.num_lanes + 1))
+        self._row_control = keep(ControlRing(native, control_bytes, 3))
+        self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(sizes.num_lanes)]
+        self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
+        self._ends = [keep(Event(native)) for _ in range(_TRACKED)]
+        self._sequence = 0  # projections enqueued so far; number s ends at self._ends[s % _TRACKED]
+        self._finished = 0  # all up to here are known to have ended
+        self._made_by = np.zeros(self.num_slots, dtype=np.int64)  # slot -> its projection
+
+    def _select(self) -> None:
+        """Bind the calling thread to the device, once."""
+        if not getattr(self._thread, "is_bound", False):
+            self._native.device_select(self._device_index)
+            self._thread.is_bound = True
+
+    def _project_piece(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        windows: NDArray[np.int32] | None,
+        hash_ids: NDArray[np.int64] | None,
+    ) -> None:
+        stream, count = self._project_stream, len(slots)
+        is_inline = fits_inline(count)
+        first = int(slots[0])
+        is_run = count > 1 and int(slots[-1]) - first == count - 1
+        is_run = is_run and bool((np.diff(slots) == 1).all())
+        sent = [a for a in (windows, hash_ids) if a is not None]
+        if is_inline and windows is not None and windows.shape[1] <= 4:
+            places = [address_of(windows), address_of(slots)]
+        elif is_inline:
+            places = [*self._project_control.send(stream, *sent), address_of(slots)]
+        else:
+            places = self._project_control.send(stream, *sent, slots)
+        self.engram.rows_from_windows(
+            layer_index,
+            count,
+            stream,
+            windows=places[0] if windows is not None else 0,
+            hash_ids=places[0] if hash_ids is not None else 0,
+        )
+        self.engram.project(
+            layer_index, count, stream, slots=places[1], first_slot=first if is_run else None
+        )
+        if not (is_inline and windows is not None and windows.shape[1] <= 4):
+            self._project_control.release(stream)
+        self._sequence += 1
+        end = self._ends[self._sequence % _TRACKED]
+        end.wait()  # the one recorded _TRACKED projections ago
+        end.record(stream)
+        self._finished = max(self._finished, self._sequence - _TRACKED)
+        self._made_by[slots] = self._sequence
+
+    def _await_slots(self, slots: NDArray[np.int64]) -> None:
+        """Hold the urgent stream until the slots' projections have ended."""
+        self._select()
+        last = int(self._made_by[slots].max()) if slots.size else 0
+        if last <= self._finished:
+            return
+        end = self._ends[last % _TRACKED]
+        if end.is_done():
+            self._finished = last
+        else:
+            self._urgent.wait(end)
+
+    def _await_sequence(self, last: int) -> None:
+        if last > self._finished:
+            self._ends[last % _TRACKED].wait()
+            self._finished = last
+
+    def _gate_mapped(
+        self,
+        lane: Lane,
+        layer_index: int,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        control: tuple[int, int],
+    ) -> None:
+        """The kernel reads and writes host memory itself."""
+        source = self._source(lane, residual)
+        # In place there too: a dead position is then left alone on both sides.
+        to = self._place(lane, out)
+        self._launch_gate(lane, layer_index, residual, (source, to), control)
+        lane.done.record(self._urgent)
+
+    def _gate_copied(
+        self,
+        lane: Lane,
+        layer_index: int,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        control: tuple[int, int],
+    ) -> None:
+        """Up, gate, down on three streams, so that neighbouring pieces share the link."""
+        num_bytes = residual.numel() * residual.element_size()
+        device = lane.device.address
+        copy = self._native.copy
+        copy(device, self._source(lane, residual), num_bytes, self._upload.handle)
+        lane.arrived.record(self._upload)
+        self._urgent.wait(lane.arrived)
+        self._launch_gate(lane, layer_index, residual, (device, device), control)
+        lane.computed.record(self._urgent)
+        self._download.wait(lane.computed)
+        copy(self._place(lane, out), device, num_bytes, self._download.handle)
+        lane.done.record(self._download)
+
+    def _launch_gate(
+        self,
+        lane: Lane,
+        layer_index: int,
+        residual: torch.Tensor,
+        places: tuple[int, int],
+        control: tuple[int, int],
+    ) -> None:
+        self.engram.gate(
+            layer_index,
+            len(residual),
+            *places,
+            self._urgent,
+            slots=control[0],
+            is_dead=control[1],
+            is_f32=residual.dtype == torch.float32,
+        )
+
+    def _control_of(
+        self, slots: NDArray[np.int64], dead: NDArray[np.bool_]
+    ) -> tuple[int, int, bool]:
+        """Addresses of slots and dead flags, and whether they were sent to the device."""
+        if fits_inline(len(slots)):
+            return address_of(slots), address_of(dead), False
+        places = self._control.send(self._urgent, slots, dead)
+        return places[0], places[1], True
+
+    def _source(self, lane: Lane, data: torch.Tensor) -> int:
+        """Where the device can read `data`: there if it is pinned, else staged in the lane."""
+        if self._is_pinned(data):
+            return data.data_ptr()
+        staged = lane.host.tensor(data.dtype, tuple(data.shape))
+        staged.copy_(data)
+        return lane.host.address
+
+    def _place(self, lane: Lane, out: torch.Tensor) -> int:
+        """Where the device can write what belongs in `out`."""
+        if self._is_pinned(out):
+            return out.data_ptr()
+        lane.deliver(out, lane.host.tensor(out.dtype, tuple(out.shape)))
+        return lane.host.address
+
+    def _is_pinned(self, data: torch.Tensor) -> bool:
+        address, num_bytes = data.data_ptr(), data.numel() * data.element_size()
+        return any(pool.holds(address, num_bytes) for pool in self._pools)
+
+    def _finish_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.finish()
+
+    # ---- refusals
+
+    def _live_slots(self, slots: NDArray[np.int64], dead: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Check slots; those of dead positions become 0 and are never read."""
+        _require("slots", slots, np.int64, (len(slots),))
+        _require("dead", dead, np.bool_, (len(slots),))
+        self._require_slots(slots[~dead])
+        return np.where(dead, 0, slots)
+
+    def _require_slots(self, slots: NDArray[np.int64]) -> None:
+        _require("slots", slots, np.int64, (len(slots),))
+        if slots.size and not (slots.min() >= 0 and slots.max() < self.num_slots):
+            got = [int(slots.min()), int(slots.max())]
+            expected = f"0..{self.num_slots - 1}"
+            raise BadTensor(f"slots: expected {expected}, got {got}", expected=expected, got=got)
+
+    def _require_rows(self, layer_index: int, hash_ids: NDArray[np.int64]) -> None:
+        """The device does not look: an id outside the table would end the process's context."""
+        num_rows = self._table_rows[layer_index]
+        if hash_ids.size and not (hash_ids.min() >= 0 and hash_ids.max() < num_rows):
+            got = [int(hash_ids.min()), int(hash_ids.max())]
+            expected = f"0..{num_rows - 1}"
+            raise RowOutOfRange(
+                f"row ids: expected {expected}, got {got}", expected=expected, got=got
+            )
+
+
+def _flat(array: NDArray[_Scalar], dtype: type[_Scalar]) -> NDArray[_Scalar]:
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _require(
+    name: str, array: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int, ...]
+) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        expected = f"{np.dtype(dtype)} {list(shape)}"
+        got = f"{array.dtype} {list(array.shape)}"
+        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)
+
+
+def _require_tensor(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> None:
+    fits = tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    if not fits or tensor.device.type != "cpu":
+        expected = f"contiguous {' or '.join(map(str, dtypes))} {list(shape)} on the CPU"
+        got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)

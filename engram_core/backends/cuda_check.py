@@ -1,0 +1,171 @@
+"""What the CUDA backend checks about itself before it serves: bits against the chain, the chain
+against float64, the gate against itself at other batch sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import GEMM_CLASSES, EngramV41
+from engram_core.errors import SelfCheckFailed
+
+_SEED = 41
+
+
+def gemm_matches_chain(engram: EngramV41, stream: Stream) -> list[int]:
+    """Compare every cublasLt batch class with the chain by bits; returns the T that differ.
+
+    Random rows: those of a table may be zeros. Each class is run at its largest T and just above
+    the class before it.
+    """
+    geometry, most = engram.geometry, engram.max_tokens
+    wanted = {min(size, most) for size in GEMM_CLASSES}
+    wanted |= {size + 1 for size in (16, *GEMM_CLASSES) if size + 1 <= most}
+    with _Scratch(engram, stream) as scratch:
+        rows = _random_rows(most, geometry.in_features)
+        scratch.upload(rows)
+        chain = scratch.project(most, is_chain=True)
+        return [
+            count
+            for count in sorted(wanted)
+            if not torch.equal(scratch.project(count, is_chain=False), chain[:count])
+        ]
+
+
+def check_projection(engram: EngramV41, stream: Stream) -> None:
+    """Compare the chain with float64, and a token's bits over batch sizes and places.
+
+    Raises: SelfCheckFailed.
+    """
+    geometry = engram.geometry
+    count = min(engram.max_tokens, 65)
+    rows = _random_rows(count, geometry.in_features)
+    with _Scratch(engram, stream) as scratch:
+        scratch.upload(rows)
+        together = scratch.project(count, is_chain=True)
+        for size in (1, 2, 7, 8, 9, 16, 17, 33, 64):
+            if size > count:
+                break
+            alone = scratch.project(size, is_chain=True, first=count - size)
+            if not torch.equal(alone, together[count - size :]):
+                raise SelfCheckFailed(f"the projection of {size} tokens differs from {count}")
+        _compare_with_float64(scratch, rows, together.view(torch.bfloat16))
+
+
+def check_gate(engram: EngramV41, stream: Stream) -> None:
+    """Compare a token's gate over batch sizes, and a dead position with itself.
+
+    Raises: SelfCheckFailed.
+    """
+    geometry, count = engram.geometry, 9
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (count, geometry.hc_mult, geometry.dim)
+    residual = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    slots = np.zeros(count, dtype=np.int64)
+    dead = np.zeros(count, dtype=np.bool_)
+    dead[4] = True
+    with _Scratch(engram, stream, residual.numel() * 2) as scratch:
+        together = scratch.gate(residual, slots, dead)
+        for place in range(count):
+            alone = scratch.gate(residual[place : place + 1], slots[:1], dead[place : place + 1])
+            if not torch.equal(alone[0].view(torch.int16), together[place].view(torch.int16)):
+                raise SelfCheckFailed(f"the gate of token {place} depends on its batch")
+        if not torch.equal(together[4].view(torch.int16), residual[4].view(torch.int16)):
+            raise SelfCheckFailed("the gate changed a dead position")
+
+
+class _Scratch:
+    """Pinned and device memory for one check; the kv slots are not touched."""
+
+    def __init__(self, engram: EngramV41, stream: Stream, num_bytes: int = 0) -> None:
+        geometry = engram.geometry
+        self.engram, self.stream = engram, stream
+        native = engram.native
+        self._end = Event(native)
+        size = num_bytes or engram.max_tokens * max(geometry.kv_bytes, geometry.in_features * 2)
+        self._host = PinnedBuffer(native, size)
+        self._device = DeviceBuffer(native, size)
+
+    def __enter__(self) -> _Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in (self._end, self._host, self._device):
+            part.close()
+
+    def upload(self, rows: torch.Tensor) -> None:
+        """Put rows where projections read them (the rows workspace)."""
+        self._host.tensor(rows.dtype, tuple(rows.shape)).copy_(rows)
+        self._copy(self.engram.rows_workspace.address, self._host.address, rows.numel() * 2)
+
+    def project(self, count: int, *, is_chain: bool, first: int = 0) -> torch.Tensor:
+        """Bits of kv of rows first..first+count: int16 [count, out_features]."""
+        geometry, engram = self.engram.geometry, self.engram
+        params = engram.project_params(
+            count,
+            self.stream,
+            to=self._device.address,
+            rows=engram.rows_workspace.address + first * geometry.in_features * 2,
+        )
+        (engram.project_chain if is_chain else engram.project_gemm)(0, params)
+        shape = (count, geometry.out_features)
+        self._copy(self._host.address, self._device.address, count * geometry.kv_bytes)
+        return self._host.tensor(torch.int16, shape).clone()
+
+    def wkv_rows(self, first: int, count: int) -> torch.Tensor:
+        """Some rows of layer 0's wkv: bfloat16 [count, in_features]."""
+        row_bytes = self.engram.geometry.in_features * 2
+        address = self.engram.layer(0).wkv.address + first * row_bytes
+        self._copy(self._device.address, address, count * row_bytes)
+        self._copy(self._host.address, self._device.address, count * row_bytes)
+        shape = (count, self.engram.geometry.in_features)
+        return self._host.tensor(torch.bfloat16, shape).clone()
+
+    def gate(self, residual: torch.Tensor, slots: np.ndarray, dead: np.ndarray) -> torch.Tensor:
+        """Gate a few tokens in place in pinned memory."""
+        staged = self._host.tensor(residual.dtype, tuple(residual.shape))
+        staged.copy_(residual)
+        self.engram.gate(
+            0,
+            len(residual),
+            self._host.address,
+            self._host.address,
+            self.stream,
+            slots=slots.ctypes.data,
+            is_dead=dead.ctypes.data,
+            is_f32=False,
+        )
+        self._wait()
+        return staged.clone()
+
+    def _copy(self, to: int, origin: int, num_bytes: int) -> None:
+        self.engram.native.copy(to, origin, num_bytes, self.stream.handle)
+        self._wait()
+
+    def _wait(self) -> None:
+        self._end.record(self.stream)
+        self._end.wait()
+
+
+def _random_rows(count: int, in_features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randn((count, in_features), generator=generator).to(torch.bfloat16)
+
+
+def _compare_with_float64(scratch: _Scratch, rows: torch.Tensor, kv: torch.Tensor) -> None:
+    """Hold a few outputs to NUMBERS.md C."""
+    geometry = scratch.engram.geometry
+    count = min(64, geometry.out_features)
+    first = geometry.out_features - count
+    weights = scratch.wkv_rows(first, count).double()
+    x = rows[:16].double()
+    exact = x @ weights.T
+    got = kv[:16, first:].double()
+    spread = x.abs() @ weights.abs().T
+    tiny = 2.0**-126 * (weights.abs().sum(1) + x.abs().sum(1, keepdim=True))
+    ulp = torch.exp2(torch.floor(torch.log2(got.abs().clamp_min(2.0**-126))) - 7)
+    bound = ulp / 2 + 2.0**-22 * (geometry.in_features / 16 + 1) * spread + tiny
+    if bool(((got - exact).abs() > bound).any()):
+        worst = float(((got - exact).abs() - bound).max())
+        raise SelfCheckFailed(f"the projection misses float64 by {worst:.3g} more than allowed")

@@ -1,0 +1,372 @@
+"""One device's Engram layers: tables, weights and kv slots, and the kernels over them.
+
+Addresses in, launches out: nothing here waits, copies to the host or allocates after `add_layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from ctypes import byref, pointer
+from dataclasses import dataclass
+
+from engram_core.backends import native as abi
+from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
+from engram_core.backends.native import Native, Unsupported
+from engram_core.errors import BadTensor, CheckpointError, TooManyTokens
+from engram_core.geometry import EngramHashTables, Geometry
+
+ENGRAM_ROW_BYTES = 84
+"""A Q2_K row of 256 values, the seed's row."""
+
+CHAIN_TOKENS = 16
+"""Up to here the chain kernel is faster than cublasLt (docs/notes/cuda.md)."""
+
+GEMM_CLASSES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Largest T of each batch class; one cublasLt algorithm each, fixed at start."""
+
+GEMM_WORKSPACE_BYTES = 32 << 20
+
+
+@dataclass
+class DeviceLayer:
+    """What a layer keeps on the device.
+
+    table_parts: codes (and scales); wkv: bfloat16 [out_features, in_features];
+    qk: float32 [hc_mult, dim]; encoding: a name of `quant`
+    """
+
+    encoding: str
+    num_rows: int
+    table_parts: Sequence[DeviceBuffer | PinnedBuffer]
+    wkv: DeviceBuffer
+    qk: DeviceBuffer
+    requantize_input: bool
+
+
+class EngramV41:
+    """The kernels of one device over its layers.
+
+    max_tokens: of one launch (the workspaces' size); num_slots: of the kv store
+
+    Raises: BadTensor for sizes the kernels do not take (hc_mult outside 1..4 among them).
+    Source: `EngramV41` of the reference module.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        geometry: Geometry,
+        hash_tables: EngramHashTables,
+        *,
+        max_tokens: int,
+        num_slots: int,
+    ) -> None:
+        _require_sizes(geometry)
+        self.native = native
+        self.geometry = geometry
+        self.max_tokens = max_tokens
+        self.num_slots = num_slots
+        self._hash_tables = hash_tables
+        self._layers: list[tuple[DeviceLayer, abi.Table, abi.Hash]] = []
+        self._gemm = 0
+        self._largest_gemm = 0
+        with ExitStack() as made:
+            sizes = workspace_bytes(geometry, max_tokens)
+            self.rows_workspace = self._buffer(made, sizes["rows"])
+            self._kv_workspace = self._buffer(made, sizes["kv"])
+            self._gemm_workspace = self._buffer(made, sizes["gemm"])
+            self.kv = self._buffer(made, num_slots * geometry.kv_bytes)
+            self._owned = made.pop_all()
+
+    def add_layer(self, layer: DeviceLayer) -> None:
+        """Take over a layer's buffers; layers come in the order of geometry.layer_ids."""
+        geometry = self.geometry
+        index = len(self._layers)
+        parts = layer.table_parts
+        table = abi.Table(
+            format=abi.FORMATS[layer.encoding],
+            head_dim=geometry.head_dim,
+            num_rows=layer.num_rows,
+            codes=parts[0].address,
+            scales=parts[1].address if len(parts) > 1 else 0,
+        )
+        constants = hash_constants(self._hash_tables, index)
+        self.native.hash_prepare(byref(constants), layer.num_rows)
+        for buffer in (*parts, layer.wkv, layer.qk):
+            self._owned.callback(buffer.close)
+        self._layers.append((layer, table, constants))
+
+    def open_gemm(self, library: str, *, num_sms: int = 0) -> int:
+        """Open cublasLt and fix an algorithm for each batch class. Returns its version.
+
+        num_sms: to plan for, 0 = all (fewer leave room for gates)
+
+        Raises: Unsupported.
+        """
+        geometry = self.geometry
+        self.close_gemm()
+        self._gemm = self.native.make(
+            "gemm_create",
+            library.encode(),
+            geometry.in_features,
+            geometry.out_features,
+            num_sms,
+            self._gemm_workspace.address,
+            self._gemm_workspace.num_bytes,
+        )
+        for max_tokens in GEMM_CLASSES:
+            self.native.gemm_add_class(self._gemm, max_tokens, 0)
+            self._largest_gemm = max_tokens
+            if max_tokens >= self.max_tokens:
+                break
+        return self.native.gemm_version(self._gemm)
+
+    def close_gemm(self) -> None:
+        """Let the chain serve every T."""
+        if self._gemm:
+            self.native.gemm_destroy(self._gemm)
+        self._gemm = 0
+
+    @property
+    def has_gemm(self) -> bool:
+        return bool(self._gemm)
+
+    def gather(
+        self,
+        layer_index: int,
+        num_tokens: int,
+        out: int,
+        stream: Stream,
+        *,
+        windows: int = 0,
+        hash_ids: int = 0,
+        output: int = abi.OUT_BF16,
+    ) -> None:
+        """Rows of windows or ids into `out` (an address), dequantised or as stored.
+
+        windows: host address up to INLINE_TOKENS tokens (and max_ngram_size <= 4), else device;
+        hash_ids: device address
+        """
+        _, table, constants = self._layers[layer_index]
+        params = abi.Gather(
+            table=pointer(table),
+            hash=pointer(constants),
+            windows=windows,
+            hash_ids=hash_ids,
+            num_tokens=num_tokens,
+            num_cols=self.geometry.n_hash_cols,
+            output=output,
+            out=out,
+            stream=stream.handle,
+        )
+        self.native.gather(byref(params))
+
+    def rows_from_windows(
+        self, layer_index: int, num_tokens: int, stream: Stream, *, windows: int, hash_ids: int
+    ) -> None:
+        """Fill the rows workspace, re-quantised where the layer's wkv asks for it."""
+        self.require_tokens(num_tokens)
+        layer, _, _ = self._layers[layer_index]
+        output = abi.OUT_REQUANTIZED if layer.requantize_input else abi.OUT_BF16
+        self.gather(
+            layer_index,
+            num_tokens,
+            self.rows_workspace.address,
+            stream,
+            windows=windows,
+            hash_ids=hash_ids,
+            output=output,
+        )
+
+    def project_chain(self, layer_index: int, params: abi.Project) -> None:
+        """The yardstick: rows (params.rows) @ wkv into params.kv."""
+        params.wkv = self._layers[layer_index][0].wkv.address
+        self.native.project_chain(byref(params))
+
+    def project_gemm(self, layer_index: int, params: abi.Project) -> None:
+        """The same through cublasLt; params.slots must be 0."""
+        params.wkv = self._layers[layer_index][0].wkv.address
+        self.native.gemm_run(self._gemm, byref(params))
+
+    def project(
+        self,
+        layer_index: int,
+        num_tokens: int,
+        stream: Stream,
+        *,
+        slots: int,
+        first_slot: int | None = None,
+    ) -> None:
+        """The rows workspace @ wkv into kv slots.
+
+        slots: address of int64 [T] (host up to INLINE_TOKENS, else device)
+        first_slot: given when slots are first_slot, first_slot + 1, ...
+        """
+        self.require_tokens(num_tokens)
+        if num_tokens <= CHAIN_TOKENS or not self._gemm or num_tokens > self._largest_gemm:
+            params = self.project_params(num_tokens, stream, slots=slots)
+            self.project_chain(layer_index, params)
+            return
+        to = self._kv_workspace.address
+        if first_slot is not None:
+            to = self.kv.address + first_slot * self.geometry.kv_bytes
+        self.project_gemm(layer_index, self.project_params(num_tokens, stream, to=to))
+        if first_slot is None:
+            scatter = abi.Scatter(
+                from_=to,
+                kv=self.kv.address,
+                slots=slots,
+                num_tokens=num_tokens,
+                out_features=self.geometry.out_features,
+                stream=stream.handle,
+            )
+            self.native.scatter_kv(byref(scatter))
+
+    def project_params(
+        self, num_tokens: int, stream: Stream, *, slots: int = 0, to: int = 0, rows: int = 0
+    ) -> abi.Project:
+        """Parameters of a projection of the rows workspace (or `rows`) into slots (or `to`)."""
+        return abi.Project(
+            rows=rows or self.rows_workspace.address,
+            kv=to or self.kv.address,
+            slots=slots,
+            num_tokens=num_tokens,
+            in_features=self.geometry.in_features,
+            out_features=self.geometry.out_features,
+            stream=stream.handle,
+        )
+
+    def gate(
+        self,
+        layer_index: int,
+        num_tokens: int,
+        residual: int,
+        out: int,
+        stream: Stream,
+        *,
+        slots: int,
+        is_dead: int,
+        is_f32: bool,
+    ) -> None:
+        """residual + gate * value into out (addresses; out may be residual).
+
+        slots, is_dead: addresses of int64 and bool [T] (host up to INLINE_TOKENS, else device)
+        """
+        geometry = self.geometry
+        params = abi.Gate(
+            kv=self.kv.address,
+            slots=slots,
+            is_dead=is_dead,
+            qk=self._layers[layer_index][0].qk.address,
+            residual=residual,
+            out=out,
+            num_tokens=num_tokens,
+            dim=geometry.dim,
+            hc_mult=geometry.hc_mult,
+            eps=geometry.eps,
+            is_f32=int(is_f32),
+            stream=stream.handle,
+        )
+        self.native.gate(byref(params))
+
+    def read_kv(
+        self, num_tokens: int, out: int, stream: Stream, *, slots: int, is_dead: int
+    ) -> None:
+        """Keys and value of slots into out (an address); dead: keys +0, value -0."""
+        params = abi.ReadKv(
+            kv=self.kv.address,
+            slots=slots,
+            is_dead=is_dead,
+            out=out,
+            num_tokens=num_tokens,
+            dim=self.geometry.dim,
+            hc_mult=self.geometry.hc_mult,
+            stream=stream.handle,
+        )
+        self.native.read_kv(byref(params))
+
+    def layer(self, layer_index: int) -> DeviceLayer:
+        return self._layers[layer_index][0]
+
+    def require_tokens(self, num_tokens: int) -> None:
+        """Refuse a launch larger than the workspaces. Raises: TooManyTokens."""
+        if num_tokens > self.max_tokens:
+            raise TooManyTokens(
+                f"one launch takes {self.max_tokens} tokens, got {num_tokens}",
+                expected=self.max_tokens,
+                got=num_tokens,
+            )
+
+    def close(self) -> None:
+        """Free layers, slots and workspaces."""
+        self.close_gemm()
+        self._layers.clear()
+        self._owned.close()
+
+    def _buffer(self, owner: ExitStack, num_bytes: int) -> DeviceBuffer:
+        buffer = DeviceBuffer(self.native, num_bytes)
+        owner.callback(buffer.close)
+        return buffer
+
+
+def workspace_bytes(geometry: Geometry, max_tokens: int) -> dict[str, int]:
+    """Device bytes beside tables, weights and slots, by name."""
+    return {
+        "rows": max_tokens * geometry.in_features * 2,
+        "kv": max_tokens * geometry.kv_bytes,
+        "gemm": GEMM_WORKSPACE_BYTES,
+    }
+
+
+def hash_constants(tables: EngramHashTables, layer_index: int) -> abi.Hash:
+    """The constants of one layer as the kernels take them."""
+    constants = abi.Hash(max_ngram_size=tables.max_ngram_size, num_heads=tables.num_heads)
+    columns = tables.n_hash_cols
+    constants.multipliers[: tables.max_ngram_size] = tables.multipliers[layer_index].tolist()
+    constants.primes[:columns] = tables.primes[layer_index].reshape(-1).tolist()
+    constants.offsets[:columns] = tables.offsets[layer_index].tolist()
+    return constants
+
+
+def require_encoding(encoding: str) -> None:
+    """Refuse a row format the kernels do not read. Raises: CheckpointError."""
+    if encoding not in abi.FORMATS:
+        known = ", ".join(abi.FORMATS)
+        raise CheckpointError(
+            f"the CUDA backend does not read {encoding} rows; use device cpu, or one of {known}",
+            expected=known,
+            got=encoding,
+        )
+
+
+def require_image(native: Native, device: abi.Device) -> None:
+    """Refuse a device this library holds no code for, before anything is loaded.
+
+    Raises: Unsupported.
+    """
+    if not device.has_image:
+        got = f"{device.name.decode()} (compute capability {device.major}.{device.minor})"
+        raise Unsupported(
+            f"the CUDA library holds code for {native.architectures}, none of which runs on {got}; "
+            "build csrc with that architecture",
+            expected=native.architectures,
+            got=got,
+        )
+
+
+def _require_sizes(geometry: Geometry) -> None:
+    limits = (
+        ("max_ngram_size", geometry.max_ngram_size, abi.MAX_NGRAM),
+        ("hash columns", geometry.n_hash_cols, abi.MAX_HASH_COLS),
+        ("dim", geometry.dim, 8192),
+        ("hc_mult", geometry.hc_mult, 4),
+    )
+    for name, got, largest in limits:
+        if not 1 <= got <= largest:
+            message = f"the CUDA kernels take {name} 1..{largest}, got {got}"
+            raise BadTensor(message, expected=f"1..{largest}", got=got)
+    for name, got in (("dim", geometry.dim), ("head_dim", geometry.head_dim)):
+        if got % 8:
+            message = f"the CUDA kernels take {name} in multiples of 8, got {got}"
+            raise BadTensor(message, expected="a multiple of 8", got=got)

@@ -1,0 +1,98 @@
+"""Pinned staging between the caller's memory and the device: rings of buffers with their events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
+from engram_core.backends.native import INLINE_TOKENS, Native
+
+
+class ControlRing:
+    """Small control arrays (windows, ids, slots, dead flags) on their way to the device.
+
+    Up to INLINE_TOKENS tokens travel inside the launch and need none of this. An entry is written
+    again only after the launches that read it: the pinned side because the copy reads it late,
+    the device side because the kernels do.
+    """
+
+    def __init__(self, native: Native, num_bytes: int, num_entries: int) -> None:
+        self._native = native
+        self.num_bytes = num_bytes
+        self._host = [PinnedBuffer(native, num_bytes) for _ in range(num_entries)]
+        self._device = [DeviceBuffer(native, num_bytes) for _ in range(num_entries)]
+        self._read = [Event(native) for _ in range(num_entries)]
+        self._turn = -1
+
+    def send(self, stream: Stream, *arrays: NDArray[np.generic]) -> list[int]:
+        """Copy arrays behind what the stream holds; returns their device addresses."""
+        self._turn = (self._turn + 1) % len(self._host)
+        self._read[self._turn].wait()
+        host, device = self._host[self._turn], self._device[self._turn]
+        addresses, offset = [], 0
+        for array in arrays:
+            data = array.reshape(-1).view(np.uint8)
+            host.bytes[offset : offset + data.size] = data
+            addresses.append(device.address + offset)
+            offset += -(-data.size // 16) * 16
+        self._native.copy(device.address, host.address, offset, stream.handle)
+        return addresses
+
+    def release(self, stream: Stream) -> None:
+        """Say that every launch that reads the last `send` is enqueued."""
+        self._read[self._turn].record(stream)
+
+    def close(self) -> None:
+        for host, device, read in zip(self._host, self._device, self._read, strict=True):
+            host.close()
+            device.close()
+            read.close()
+
+
+class Lane:
+    """One piece of a transfer: pinned memory, device memory, and the event of its end."""
+
+    def __init__(self, native: Native, num_bytes: int) -> None:
+        self.host = PinnedBuffer(native, num_bytes)
+        self.device = DeviceBuffer(native, num_bytes)
+        self.arrived = Event(native)
+        self.computed = Event(native)
+        self.done = Event(native)
+        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def finish(self) -> None:
+        """Wait for the end, and hand the result over where it is not in its place already."""
+        self.done.wait()
+        if self._result is not None:
+            to, staged = self._result
+            to.copy_(staged)
+        self._result = None
+
+    def deliver(self, to: torch.Tensor, staged: torch.Tensor) -> None:
+        """Have `finish` copy `staged` (in pinned memory) to its place."""
+        self._result = (to, staged)
+
+    def close(self) -> None:
+        self.host.close()
+        self.device.close()
+        for event in (self.arrived, self.computed, self.done):
+            event.close()
+
+
+def pieces(count: int, size: int) -> Iterator[slice]:
+    """Cut 0..count into slices of at most `size`."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def fits_inline(num_tokens: int) -> bool:
+    """Whether control arrays travel inside the launch."""
+    return num_tokens <= INLINE_TOKENS
+
+
+def address_of(array: NDArray[np.generic]) -> int:
+    """Where a contiguous array lies."""
+    return int(array.ctypes.data)
