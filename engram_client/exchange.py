@@ -13,7 +13,7 @@ again from our own copy of its ids, under an epoch never used before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -138,26 +138,28 @@ class Exchange:
         patience = Patience(self._reconnect_s, self._clock, self._num_replicas)
         writes = [need for need in needs if need is not None and need.fence is not None]
         held: list[SessionState] = []
-        is_lost = False
+        lost: dict[int, tuple[int, int]] = {}  # where and under which epoch this call was lost
         try:
             yield from self._lock(writes, held)
             while True:
-                replica = self.replica
-                was_sent = False
+                replica, was_sent = self.replica, False
+                concerned = needs
                 try:
                     if learns:
                         yield from self._learn(replica)
                     for need in needs:
                         if need is not None:
-                            yield from self._ready(need, replica, held, settles=not is_lost)
+                            concerned = [need]
+                            yield from self._ready(need, replica, held, lost)
+                    concerned, was_sent = needs, True
                     _mark(writes)
-                    was_sent = True
                     response = yield from self._once(replica, build())
                 except (ConnectionLost, EngramProblem) as error:
-                    is_lost = is_lost or (was_sent and _is_unknown(error))
-                    if was_sent and not is_lost:
+                    if was_sent and _is_unknown(error):
+                        lost = {need.state.session_id: _place(need.state) for need in writes}
+                    elif was_sent and not lost:
                         _unmark(writes)
-                    yield from self._recover(error, needs, patience, replica)
+                    yield from self._recover(error, concerned, patience, replica)
                 else:
                     result = take(response, replica)
                     _unmark(writes)
@@ -232,13 +234,19 @@ class Exchange:
             held.append(state)
 
     def _ready(
-        self, need: Need, replica: int, held: Sequence[SessionState], *, settles: bool
+        self,
+        need: Need,
+        replica: int,
+        held: Sequence[SessionState],
+        lost: Mapping[int, tuple[int, int]],
     ) -> Effects[None]:
-        """See that a session is open here and that no earlier call is in doubt."""
+        """See that a session is open here and that no call is in doubt but this very one, which
+        is about to be repeated unchanged (`lost`)."""
         state = need.state
         if state.is_closed:
             raise SessionClosed(f"session {state.session_id} was closed")
-        if state.replica == replica and (state.unsettled is None or not settles):
+        repeats = lost.get(state.session_id) == _place(state)
+        if state.replica == replica and (state.unsettled is None or repeats):
             return
         is_held = any(state is other for other in held)
         if not is_held:
@@ -246,7 +254,7 @@ class Exchange:
         try:
             if state.replica != replica:
                 yield from self._reopen(state, replica, need.position)
-            elif state.unsettled is not None and settles:
+            elif state.unsettled is not None:
                 yield from self._settle(state, replica, need.position)
         finally:
             if not is_held:
@@ -264,8 +272,7 @@ class Exchange:
             yield from self._reopen(state, replica, needed)
             return
         note_session(state, json_of(response), expected_length=fence)
-        yield from self._restore(state, replica, fence)
-        state.unsettled = None
+        yield from self._restore(state, replica)
 
     def _reopen(self, state: SessionState, replica: int, needed: int) -> Effects[None]:
         """Open a session anew from our own ids, so that positions from `needed` on are held."""
@@ -276,9 +283,8 @@ class Exchange:
         request = open_request(state, start, state.lookback(start, width), self._owner)
         document = json_of((yield from self._once(replica, request)))
         note_session(state, document, expected_length=start)
-        yield from self._restore(state, replica, start)
-        state.unsettled = None
-        state.replica = replica
+        state.replica, state.unsettled = replica, start
+        yield from self._restore(state, replica)
 
     def _forget(self, state: SessionState, replica: int) -> Effects[None]:
         """Close what an address may still hold under this id from earlier."""
@@ -291,16 +297,21 @@ class Exchange:
                 raise BadAnswer("stale_epoch without the present epoch") from stale
             yield from self._once(replica, close_request(state, stale.epoch))
 
-    def _restore(self, state: SessionState, replica: int, start: int) -> Effects[None]:
-        """Push our own ids from `start` to the end; none of them is worked ahead."""
-        step = self._facts[replica].max_tokens
-        for begin in range(start, state.length, step):
-            end = min(begin + step, state.length)
+    def _restore(self, state: SessionState, replica: int) -> Effects[None]:
+        """Push our own ids from `unsettled` to the end; none of them is worked ahead.
+
+        What is confirmed is settled: where this fails, it goes on from there.
+        """
+        begin = state.unsettled
+        while begin is not None and begin < state.length:
+            end = min(begin + self._facts[replica].max_tokens, state.length)
             ids = state.history.read(begin, end)
             mask = None if (ids >= 0).all() else (ids >= 0).tolist()
             request = push_request(state, begin, ids.clip(0).tolist(), mask, ahead=False)
             response = yield from self._once(replica, request)
             note_session(state, json_of(response), expected_length=end)
+            begin = state.unsettled = end
+        state.unsettled = None
 
     def split(
         self, kind: str, total: int, call: Callable[[int, int], Effects[T]]
@@ -419,6 +430,10 @@ def _mark(writes: Sequence[Need]) -> None:
         need.state.unsettled = need.fence if known is None else min(known, need.fence)
 
 
+def _place(state: SessionState) -> tuple[int, int]:
+    return state.replica, state.epoch
+
+
 def _unmark(writes: Sequence[Need]) -> None:
     for need in writes:
         need.state.unsettled = None
@@ -454,7 +469,7 @@ def _is_lost(code: str, need: Need) -> bool:
     """Tell whether a refusal means that the service does not hold what we have pushed."""
     state = need.state
     match code:
-        case "unknown_session":
+        case "unknown_session" | "session_exists":  # exists: an open given up earlier came late
             return True
         case "gap":
             return need.position <= state.length
@@ -463,7 +478,7 @@ def _is_lost(code: str, need: Need) -> bool:
         case "history_truncated":
             return need.position >= state.floor
         case "stale_epoch":
-            return state.unsettled is not None
+            return state.unsettled is not None or state.replica == NOWHERE
     return False
 
 

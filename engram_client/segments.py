@@ -227,9 +227,7 @@ def _column(segments: Sequence[Segment], name: str) -> list[Any] | None:
     if given == 0:
         return None
     if given < len(values):
-        raise ValueError(
-            f"segments: {name} of all of them or of none, got {given} of {len(values)}"
-        )
+        raise ValueError(f"segments: expected {name} of all or of none, got {given}/{len(values)}")
     return values
 
 
