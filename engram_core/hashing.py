@@ -17,9 +17,6 @@ from engram_core.geometry import EngramHashTables
 DEAD = -1
 """Compressed id of a position that takes part in no n-gram."""
 
-_CHUNK = 2048
-"""Tokens hashed at a time: 48 columns of them (768 KiB) stay in a core's second-level cache."""
-
 
 def compress(
     token_ids: NDArray[np.int64], mask: NDArray[np.bool_] | None, tables: EngramHashTables
@@ -94,35 +91,19 @@ def hash_windows(
 
     Source: engram-format 2.5.
     """
-    layers = range(tables.num_layers) if layer_indices is None else layer_indices
-    out = np.empty((len(windows), len(layers), tables.n_hash_cols), dtype=np.int64)
-    columns = np.empty((len(layers), tables.n_hash_cols, min(_CHUNK, len(windows))), dtype=np.int64)
-    for start in range(0, len(windows), _CHUNK):
-        ids = windows[start : start + _CHUNK].T.astype(np.int64)
-        chunk = columns[:, :, : ids.shape[1]]
-        for out_layer, layer in zip(chunk, layers, strict=True):
-            _hash_layer(ids, tables, layer, out_layer)
-        out[start : start + _CHUNK] = chunk.transpose(2, 0, 1)
-    return out
-
-
-def _hash_layer(
-    ids: NDArray[np.int64], tables: EngramHashTables, layer: int, out: NDArray[np.int64]
-) -> None:
-    """Hash one layer, a column at a time. ids: [max_ngram_size, T]; out: [n_hash_cols, T]."""
-    mixed = ids[0] * tables.multipliers[layer, 0]
-    column = 0
-    for order in range(1, tables.max_ngram_size):
-        mixed ^= ids[order] * tables.multipliers[layer, order]
-        for prime in tables.primes[layer, order - 1]:
-            # mixed - floor(mixed / prime) * prime: numpy vectorises division by one number but
-            # not remainder (`%` is 5 times slower). Floor makes a negative `mixed` right too.
-            row = out[column]
-            np.floor_divide(mixed, prime, out=row)
-            np.multiply(row, tables.offsets.dtype.type(-prime), out=row)
-            row += mixed
-            row += tables.offsets[layer, column]
-            column += 1
+    layers = list(range(tables.num_layers) if layer_indices is None else layer_indices)
+    orders, heads = tables.max_ngram_size - 1, tables.num_heads
+    out = np.empty((len(windows), len(layers), orders, heads), dtype=np.int64)
+    ids = windows.T.astype(np.int64)
+    for place, layer in enumerate(layers):
+        mixed = ids[0] * tables.multipliers[layer, 0]
+        for order, primes in enumerate(tables.primes[layer], start=1):
+            mixed ^= ids[order] * tables.multipliers[layer, order]
+            # numpy's remainder floors, as torch's does and C's does not.
+            np.remainder(mixed[:, None], primes, out=out[:, place, order - 1])
+    columns = out.reshape(len(windows), len(layers), orders * heads)
+    columns += tables.offsets[layers]
+    return columns
 
 
 class EngramHasher:
