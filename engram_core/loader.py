@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends.base import Backend
-from engram_core.backends.projection import PROJECT_TOKENS, has_bf16_products
+from engram_core.backends.projection import projection_bytes
 from engram_core.backends.reference import ReferenceBackend
 from engram_core.checkpoint.dense import read_matrix_chunks, read_qk
 from engram_core.checkpoint.files import RegularFile
@@ -105,15 +105,12 @@ def ledger_on_cpu(
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:
     """Add up what the reference backend holds."""
-    geometry = checkpoint.geometry
-    value_bytes = 2 if has_bf16_products() else 4
-    weights = geometry.num_layers * geometry.out_features * geometry.in_features
-    widths = geometry.in_features + geometry.out_features
+    wkv, workspaces = projection_bytes(checkpoint.geometry)
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
-        wkv=weights * value_bytes,
-        kv_store=num_slots * geometry.kv_bytes,
-        workspaces=geometry.num_layers * PROJECT_TOKENS * widths * value_bytes,
+        wkv=wkv,
+        kv_store=num_slots * checkpoint.geometry.kv_bytes,
+        workspaces=workspaces,
         in_flight=budget.in_flight_bytes,
         held_ids=budget.held_tokens * HELD_ID_BYTES,
         reserve=budget.reserve_bytes,
