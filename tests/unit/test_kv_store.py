@@ -1,0 +1,174 @@
+"""The kv store: equal windows once, whole keys, least recently used out, never a wrong slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engram_core.kv_store import KvStore, Lease
+
+
+def windows(*firsts: int) -> NDArray[np.int32]:
+    """One window a token, told apart by its newest id."""
+    ids = np.zeros((len(firsts), 4), dtype=np.int32)
+    ids[:, 0] = firsts
+    return ids
+
+
+def acquire(store: KvStore, *firsts: int, tenant: int = 0, layer: int = 0) -> Lease:
+    return store.acquire(layer, np.full(len(firsts), tenant), windows(*firsts))
+
+
+def use(store: KvStore, *firsts: int, **key: int) -> Lease:
+    lease = acquire(store, *firsts, **key)
+    store.release(lease)
+    return lease
+
+
+def test_equal_windows_of_a_batch_are_computed_once() -> None:
+    store = KvStore(8)
+    lease = acquire(store, 5, 7, 5, 7, 9)
+    assert lease.compute.tolist() == [0, 1, 4]
+    assert lease.slots[0] == lease.slots[2] != lease.slots[1]
+    counters = store.counters
+    assert (counters.hits, counters.misses, counters.duplicates) == (0, 3, 2)
+
+
+def test_second_use_is_a_hit() -> None:
+    store = KvStore(8)
+    first, second = use(store, 5, 7), use(store, 7, 5, 5)
+    assert second.compute.tolist() == []
+    assert second.slots.tolist() == [first.slots[1], first.slots[0], first.slots[0]]
+    assert store.counters.hits == 3
+
+
+@pytest.mark.parametrize("other", [{"tenant": 1}, {"layer": 1}])
+def test_entries_are_private_to_tenant_and_layer(other: dict[str, int]) -> None:
+    store = KvStore(8)
+    use(store, 5)
+    assert use(store, 5, **other).compute.tolist() == [0]
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_keys_are_compared_whole(column: int) -> None:
+    store = KvStore(8)
+    ids = windows(0, 0)
+    ids[1, column] = 1 << 24  # ends in zero bytes but one
+    lease = store.acquire(0, np.zeros(2, dtype=np.int64), ids)
+    assert lease.compute.tolist() == [0, 1]
+
+
+def test_least_recently_used_goes_first() -> None:
+    store = KvStore(4)
+    use(store, 1, 2)
+    use(store, 3, 4)
+    use(store, 1)
+    use(store, 5)
+    assert use(store, 1, 3, 4, 5).compute.tolist() == []
+    assert store.counters.evicted == 1
+
+
+def test_eviction_order_stays_exact_while_the_queue_ages() -> None:
+    store = KvStore(64)
+    for i in range(64):
+        use(store, i)
+    for i in range(0, 64, 2):  # evicts the odd ones in order, whatever the queue was made of
+        use(store, i)
+        use(store, 1000 + i)
+    assert use(store, *range(0, 64, 2)).compute.tolist() == []
+    assert store.counters.evicted == 32
+
+
+def test_pinned_entries_are_not_evicted() -> None:
+    store = KvStore(4)
+    pinned = acquire(store, 1, 2)
+    for i in range(10, 20):
+        use(store, i, i + 100)
+    assert use(store, 1, 2).slots.tolist() == pinned.slots.tolist()
+
+
+def test_batch_that_fills_the_store_fits() -> None:
+    store = KvStore(4)
+    use(store, 1, 2, 3, 4)
+    lease = acquire(store, 3, 5, 6, 7)
+    assert lease.compute.tolist() == [1, 2, 3]
+    assert len(set(lease.slots.tolist())) == 4
+
+
+def test_too_large_a_batch_is_refused_and_pins_nothing() -> None:
+    store = KvStore(4)
+    use(store, 1, 2)
+    with pytest.raises(MemoryError, match="kv slots needed"):
+        acquire(store, 1, 5, 6, 7, 8)
+    assert len(use(store, 5, 6, 7, 8).compute) == 4
+
+
+def test_failed_computation_leaves_no_entry() -> None:
+    store = KvStore(4)
+    use(store, 1)
+    store.abandon(acquire(store, 1, 2, 3))
+    assert len(store) == 1
+    assert use(store, 1, 2, 3, 4).compute.tolist() == [1, 2, 3]
+
+
+def test_lent_slots_are_found_by_no_key_and_come_back() -> None:
+    store = KvStore(4)
+    use(store, 1, 2, 3)
+    lent = store.lend(2)
+    assert store.counters.evicted == 1
+    assert not set(lent.tolist()) & set(use(store, 2, 3).slots.tolist())
+    store.give_back(lent)
+    assert len(use(store, 5, 6, 7, 8).compute) == 4
+
+
+def test_no_tokens_are_fine() -> None:
+    assert len(use(KvStore(1)).slots) == 0
+
+
+def test_store_of_no_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        KvStore(0)
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 64])
+def test_a_hundred_times_its_size_of_random_load_is_never_served_wrong(num_slots: int) -> None:
+    """A model of the memory: what a slot holds must be what was asked for, and LRU exactly."""
+    rng = np.random.default_rng(num_slots)
+    store = KvStore(num_slots)
+    memory: dict[int, tuple[int, ...]] = {}
+    last_used: dict[tuple[int, ...], int] = {}
+    tokens = 0
+    for now in range(10_000):
+        if tokens >= 100 * num_slots and now > 400:
+            break
+        count = int(rng.integers(1, num_slots + 1))
+        tenant, layer = int(rng.integers(2)), int(rng.integers(2))
+        ids = rng.zipf(1.3, count).clip(max=3 * num_slots)
+        lease = acquire(store, *ids.tolist(), tenant=tenant, layer=layer)
+        keys = [(tenant, layer, i) for i in ids.tolist()]
+        for token in lease.compute.tolist():
+            memory[int(lease.slots[token])] = keys[token]
+        assert [memory[slot] for slot in lease.slots.tolist()] == keys
+        last_used.update(dict.fromkeys(keys, now))
+        if rng.random() < 0.1:
+            store.abandon(lease)
+            for token in lease.compute.tolist():
+                del last_used[keys[token]]
+        else:
+            store.release(lease)
+        if rng.random() < 0.1:
+            store.give_back(store.lend(int(rng.integers(0, num_slots // 2 + 1))))
+        tokens += count
+        assert len(store) + len(store._free) == num_slots
+        held = {_key(key) for key in store._slot_of}
+        if held and (lost := last_used.keys() - held):
+            assert max(last_used[k] for k in lost) <= min(last_used[k] for k in held)
+        last_used = {key: used for key, used in last_used.items() if key in held}
+    assert store.counters.evicted > 0 or num_slots == 1
+    assert not store._pins.any()
+
+
+def _key(key: bytes) -> tuple[int, ...]:
+    tenant, layer, first, *_ = np.frombuffer(key, dtype=np.int32).tolist()
+    return tenant, layer, first
