@@ -42,17 +42,15 @@ FAULTS = (
     fault(
         "c-remainder",
         HASHING,
-        "            np.floor_divide(mixed, prime, out=row)\n"
-        "            np.multiply(row, tables.offsets.dtype.type(-prime), out=row)\n"
-        "            row += mixed\n",
-        "            np.fmod(mixed, prime, out=row)\n",
+        "            np.remainder(mixed[:, None], primes,",
+        "            np.fmod(mixed[:, None], primes,",
         VECTORS,
     ),
     fault(
         "look-back-reversed",
         HASHING,
-        "block(oldest_first[:, ::-1], self.tables.pad_id)",
-        "block(oldest_first, self.tables.pad_id)",
+        "block(newest_first, self.tables.pad_id)",
+        "block(newest_first[:, ::-1], self.tables.pad_id)",
         VECTORS,
     ),
     fault(
