@@ -35,6 +35,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     # Not resolved: the shards of a download cache are links that lie beside each other.
     path = Path(path)
+    if path.suffix == ".safetensors" and not path.is_dir():
+        expected = "a GGUF file, or the folder of a safetensors checkpoint"
+        raise refusal(path, "path", expected=expected, got="one of its shards")
     if not path.is_dir():
         return open_gguf(path)
     has_gguf, has_safetensors = any(path.glob("*.gguf")), any(path.glob("*.safetensors"))

@@ -135,10 +135,12 @@ def _decoded(encoding: str, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
         num_groups = rows.shape[1] // 33
         codes = rows[:, : num_groups * 32].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         scales = rows[:, num_groups * 32 :].copy().view(ml_dtypes.float8_e8m0fnu)
-        return codes * np.repeat(scales.astype(np.float64), 32, axis=1)
+        scaled: NDArray[np.float64] = codes * np.repeat(scales.astype(np.float64), 32, axis=1)
+        return scaled
     with np.errstate(all="ignore"):
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[encoding])
-    return values.astype(np.float64)
+    decoded: NDArray[np.float64] = values.astype(np.float64)
+    return decoded
 
 
 def _gate(dot: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -297,6 +297,11 @@ def test_fifo_is_refused_without_waiting(folder: Path, name: str) -> None:
         open_checkpoint(folder)
 
 
+def test_a_shard_in_the_place_of_its_folder_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="the folder of a safetensors checkpoint"):
+        open_checkpoint(folder / SHARD)
+
+
 def test_folder_in_the_place_of_a_shard_is_refused(folder: Path) -> None:
     (folder / SHARD).unlink()
     (folder / SHARD).mkdir()
