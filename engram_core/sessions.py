@@ -194,6 +194,11 @@ class SessionPool:
             self._registry.touch(rows)
         return Found(rows, fence, verdict)
 
+    def renew(self, tenant: str, asked: Asked) -> None:
+        """Renew sessions that somebody waits for."""
+        rows = self._registry.rows(tenant, asked.session_id)
+        self._registry.touch(rows[rows >= 0])
+
     def windows(self, rows: Ints, position: Ints, count: Ints) -> NDArray[np.int32]:
         """Look ids up by position, before blocking.
 

@@ -104,6 +104,7 @@ class Steps:
         wait_ms = step.request.wait_ms
         if not wait_ms or not _may_come(failing):
             raise StepRefused(failing)
+        self._pool.renew(step.tenant, step.asked)
         self.waiting.add(Wait(step, self._clock() + wait_ms / 1000))
         self.counts["waits"] += 1
 
