@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from engram_client import verbs
 from engram_client.arrays import Array
-from engram_client.client import RECONNECT_S, TIMEOUT_S, SessionView, set_up
 from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import (
@@ -27,6 +26,7 @@ from engram_client.http1 import (
 from engram_client.problems import ConnectionLost, EngramClientError
 from engram_client.protocol import StepOptions
 from engram_client.segments import Segment, StepResult
+from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, set_up
 from engram_client.state import SessionState
 
 T = TypeVar("T")

@@ -1,0 +1,146 @@
+"""The layer at the client: gate kv, or project rows, with the weights that the service serves.
+
+The arithmetic is `engram_core`'s, the very functions of the reference backend: on the same CPU the
+results are those of a service on the CPU, bit for bit (docs/numbers.md). Needs torch and
+`engram_core` (extra `local`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engram_client.arrays import torch_of
+from engram_client.client import EngramClient
+from engram_core import Gate, Geometry, Projection, product_dtype, requantize
+
+PROJECT_TOKENS = 512
+"""Tokens that a `Projection` takes at a time."""
+
+
+class LocalLayer:
+    """One layer's gate, and its projection where wkv was fetched.
+
+    geometry, eps: as info tells them; qk: float32 [hc_mult, dim]
+    wkv: bfloat16 [(hc_mult + 1) * dim, n_hash_cols * head_dim]; None to gate only
+    requantizes: whether the projection's input is rounded to e4m3 (FP8 checkpoints)
+    """
+
+    def __init__(
+        self,
+        qk: torch.Tensor,
+        eps: float,
+        wkv: torch.Tensor | None = None,
+        *,
+        requantizes: bool = False,
+    ) -> None:
+        self._shape = tuple(qk.shape)
+        self._gate = Gate(_gate_geometry(qk, eps), qk)
+        self._requantizes = requantizes
+        self._projection = None if wkv is None else Projection(wkv, product_dtype())
+
+    @classmethod
+    def fetch(cls, client: EngramClient, layer: int, *, projects: bool = False) -> LocalLayer:
+        """Make a layer from what the service hands out; `projects` fetches wkv too."""
+        info: dict[str, Any] = client.info()
+        weights = client.weights(layer, ("qk", "wkv") if projects else ("qk",))
+        return cls(
+            torch_of(weights["qk"]),
+            info["geometry"]["eps"],
+            torch_of(weights["wkv"]) if projects else None,
+            requantizes="e4m3" in info["numerics"]["wkv_input"],
+        )
+
+    def gate(
+        self, residual: torch.Tensor, kv: torch.Tensor, dead: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return residual + gate * value; dead positions keep their bits.
+
+        residual: bfloat16 or float32 [T, hc_mult, dim]; kv: bfloat16 [T, hc_mult + 1, dim]
+        dead: bool [T]
+        Raises ValueError: shapes or dtypes.
+        """
+        _check_gate(residual, kv, dead, self._shape)
+        out = residual.clone()
+        live = torch.arange(len(residual)) if dead is None else (~dead).nonzero().flatten()
+        for begin in range(0, len(live), self._gate.tile_tokens):
+            places = live[begin : begin + self._gate.tile_tokens]
+            part = self._gate(residual.index_select(0, places), kv.index_select(0, places))
+            out.index_copy_(0, places, part)
+        return out
+
+    def project(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return kv, bfloat16 [T, hc_mult + 1, dim], of rows, bfloat16 [T, n_hash_cols, head_dim].
+
+        Raises ValueError: shapes or dtypes, or no wkv.
+        """
+        if self._projection is None:
+            raise ValueError("project: expected a layer with wkv: LocalLayer.fetch(projects=True)")
+        hc_mult, dim = self._shape
+        flat = rows.flatten(1)
+        width = self._projection.wkv.shape[1]
+        if rows.dtype != torch.bfloat16 or flat.shape[1] != width:
+            raise ValueError(f"rows: expected bfloat16 [T, ...] of {width}, got {_spec(rows)}")
+        kv = torch.empty((len(rows), (hc_mult + 1) * dim), dtype=torch.bfloat16)
+        for begin in range(0, len(rows), PROJECT_TOKENS):
+            part = flat[begin : begin + PROJECT_TOKENS]
+            part = requantize(part) if self._requantizes else part
+            kv[begin : begin + len(part)] = self._projection(part)
+        return kv.view(-1, hc_mult + 1, dim)
+
+
+def gate(
+    residual: torch.Tensor,
+    kv: torch.Tensor,
+    qk: torch.Tensor,
+    eps: float,
+    dead: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gate once; see `LocalLayer.gate`."""
+    return LocalLayer(qk, eps).gate(residual, kv, dead)
+
+
+def project(
+    rows: torch.Tensor, wkv: torch.Tensor, hc_mult: int, *, requantizes: bool = False
+) -> torch.Tensor:
+    """Project once; see `LocalLayer.project`, which keeps wkv ready."""
+    dim, rest = divmod(wkv.shape[0], hc_mult + 1)
+    if rest:
+        raise ValueError(f"wkv: expected a multiple of {hc_mult + 1} outputs, got {wkv.shape[0]}")
+    layer = LocalLayer(torch.zeros(hc_mult, dim), 0.0, wkv, requantizes=requantizes)
+    return layer.project(rows)
+
+
+def _gate_geometry(qk: torch.Tensor, eps: float) -> Geometry:
+    """Return the sizes that a gate needs; the table's are not used."""
+    if qk.dtype != torch.float32 or qk.ndim != 2:
+        raise ValueError(f"qk: expected float32 [hc_mult, dim], got {_spec(qk)}")
+    hc_mult, dim = qk.shape
+    return Geometry(
+        layer_ids=(0,),
+        max_ngram_size=2,
+        num_heads=1,
+        head_dim=1,
+        dim=dim,
+        hc_mult=hc_mult,
+        eps=eps,
+        table_rows=(1,),
+    )
+
+
+def _check_gate(
+    residual: torch.Tensor, kv: torch.Tensor, dead: torch.Tensor | None, shape: tuple[int, ...]
+) -> None:
+    hc_mult, dim = shape
+    count = len(residual)
+    if residual.dtype not in (torch.bfloat16, torch.float32) or residual.shape[1:] != shape:
+        raise ValueError(f"residual: expected [T, {hc_mult}, {dim}], got {_spec(residual)}")
+    if kv.dtype != torch.bfloat16 or tuple(kv.shape) != (count, hc_mult + 1, dim):
+        raise ValueError(f"kv: expected bfloat16 [{count}, {hc_mult + 1}, {dim}], got {_spec(kv)}")
+    if dead is not None and (dead.dtype != torch.bool or tuple(dead.shape) != (count,)):
+        raise ValueError(f"dead: expected bool [{count}], got {_spec(dead)}")
+
+
+def _spec(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
