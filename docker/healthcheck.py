@@ -12,6 +12,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 
 TIMEOUT_S = 4.0
 
@@ -48,10 +49,10 @@ def main(arguments: list[str]) -> int:
         return 2
     path = "/readyz" if arguments else "/livez"
     try:
-        asked = connection(os.environ)
-        asked.request("GET", path)
-        answer = asked.getresponse()
-        body = answer.read(400).decode("utf-8", "replace")
+        with closing(connection(os.environ)) as asked:
+            asked.request("GET", path)
+            answer = asked.getresponse()
+            body = answer.read(400).decode("utf-8", "replace")
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
