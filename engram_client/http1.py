@@ -179,7 +179,9 @@ class ResponseReader:
     def _begin_body(self, status: int, headers: dict[str, str], rest: bytes) -> None:
         keep = headers.get("connection", "").lower() != "close"
         self._pending = Response(status, headers, keep_alive=keep)
-        if "transfer-encoding" in headers:
+        if (coding := headers.get("transfer-encoding")) is not None:
+            if coding.lower() != "chunked" or "content-length" in headers:
+                raise BadAnswer(f"an answer coded {coding!r}, or with a length beside chunks")
             self._chunks = bytearray(rest)
             self._space = memoryview(bytearray(_FIRST_READ_BYTES))
             self._read_chunks()
