@@ -241,6 +241,9 @@ class FakeService:
         refused, pushes = [], []
         for index, (size, stop) in enumerate(zip(count, stops, strict=True)):
             try:
+                if "hash_ids" in tensors:
+                    windows += tensors["hash_ids"][stop - size : stop, 0].tolist()
+                    continue
                 if "lookback" in tensors:
                     windows += _windows(tensors, index, stop - size, stop)
                     continue
@@ -279,6 +282,14 @@ class FakeService:
         for layer in map(int, query["layers"].split(",")):
             if (output := query["output"]) != "none":
                 view = tensor(output, layer, windows, views.get("residual"))
+                if "hash_ids" in tensors and "mask" in tensors:
+                    view = wire.as_view(
+                        np.where(
+                            tensors["mask"][:, None, None].astype(bool),
+                            wire.to_numpy(view),
+                            tensors["residual"],
+                        )
+                    )
                 answer[f"{output}.{layer}"] = view
         return _safetensors(request, answer)
 

@@ -111,6 +111,14 @@ class RawServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+        if error is None and self.faults:
+            raise self.faults[0]
+
+    def stop(self) -> None:
+        """Stop listening and end every connection."""
+        if self._listener.fileno() < 0:
+            return
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._accepting.join(PATIENCE_S)
@@ -121,8 +129,6 @@ class RawServer:
                 continue
         for thread in self._threads:
             thread.join(PATIENCE_S)
-        if error is None and self.faults:
-            raise self.faults[0]
 
     def _accept(self) -> None:
         while True:
