@@ -1,0 +1,535 @@
+"""Times the CUDA kernels and the backend on the GPU at hand; peers take turns in the same run.
+
+    python benchmarks/bench_cuda.py [--peers FOLDER] [--out FILE.json] [--rows N] [--quick]
+
+GPU time: median over CUDA-graph replays, L2 flushed before each, every graph with ids of its own,
+weights rotated over copies; the time of an empty graph is printed and not subtracted. Wall time:
+from a pinned residual to a pinned result through `CudaBackend`. FOLDER holds SGLang's
+engram_gate.py and engram_gather.py, unpacked from its wheel; without it peers are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from ctypes import byref, pointer
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engram_core.backends import native as abi
+from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import DeviceLayer, EngramV41, hash_constants
+from engram_core.backends.native import Native, cublaslt_candidates
+from engram_core.geometry import EngramHashTables, Geometry
+
+SIZES = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+GRAPHS = 8
+FLUSH_BYTES = 256 << 20
+Launch = Callable[[], None]
+Maker = Callable[[int], Launch]
+
+
+class TorchStream:
+    """torch's current stream as the backend's launchers take one."""
+
+    @property
+    def handle(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+
+class TorchBuffer(DeviceBuffer):
+    """Device memory that torch owns."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.address = data.data_ptr()
+        self.num_bytes = data.numel() * data.element_size()
+
+    def close(self) -> None:
+        self.address = 0
+
+
+class Bench:
+    """The true geometry on this device, the table of `num_rows` rows as torch tensors."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.native = Native()
+        self.native.device(0)
+        base = num_rows // 24
+        self.tables = EngramHashTables.derive([1], 4, 8, base, np.arange(99_092), 2)
+        self.num_rows = self.tables.table_rows[0]
+        self.geometry = Geometry((1,), 4, 8, 256, 5120, 4, 1e-20, self.tables.table_rows)
+        self.codes = random_bytes(self.num_rows * 256)
+        self.scales = random_bytes(self.num_rows * 8)
+        self.wkvs = [self.random_wkv() for _ in range(2)]
+        self.qk = 1 + 0.05 * torch.randn((4, 5120), device="cuda")
+        self.stream = TorchStream()
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.results: dict[str, dict[int, float]] = {}
+        self.engram = self.make_engram()
+
+    def random_wkv(self) -> torch.Tensor:
+        wkv = torch.randn((25600, 6144), device="cuda") * 6144**-0.5
+        return wkv.to(torch.bfloat16)
+
+    def table(self, name: str) -> abi.Table:
+        table = abi.Table(format=abi.FORMATS[name], head_dim=256, num_rows=self.num_rows)
+        table.codes = self.codes.data_ptr()
+        table.scales = self.scales.data_ptr() if name == "E4M3_E8M0_32" else 0
+        return table
+
+    def make_engram(self) -> EngramV41:
+        engram = EngramV41(
+            self.native, self.geometry, self.tables, max_tokens=8192, num_slots=16384
+        )
+        for wkv in self.wkvs[:1]:
+            engram.add_layer(
+                DeviceLayer(
+                    "E4M3_E8M0_32",
+                    self.num_rows,
+                    [TorchBuffer(self.codes), TorchBuffer(self.scales)],
+                    TorchBuffer(wkv),
+                    TorchBuffer(self.qk),
+                    False,
+                )
+            )
+        return engram
+
+    def random_windows(self, count: int) -> torch.Tensor:
+        return torch.randint(0, 99_092, (count, 4), dtype=torch.int32)
+
+    def random_ids(self, count: int) -> torch.Tensor:
+        ids = torch.randint(0, 2**62, (count, 24), dtype=torch.int64)
+        primes = torch.from_numpy(self.tables.primes[0].reshape(-1).copy())
+        return ids % primes + torch.from_numpy(self.tables.offsets[0].copy())
+
+    def gpu_us(self, variants: dict[str, Maker], repeats: int) -> dict[str, float]:
+        """Median GPU microseconds of each variant; make(i) gives the launch of graph i."""
+        graphs = {
+            name: [capture(make(i)) for i in range(GRAPHS)] for name, make in variants.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for turn in range(repeats + 3):
+            for name, replays in graphs.items():
+                self.flush.fill_(turn % 7)
+                begin.record()
+                replays[turn % GRAPHS].replay()
+                end.record()
+                end.synchronize()
+                if turn >= 3:
+                    times[name].append(begin.elapsed_time(end) * 1000)
+        return {name: statistics.median(some) for name, some in times.items()}
+
+    def record(self, tokens: int, measured: dict[str, float]) -> None:
+        for name, value in measured.items():
+            self.results.setdefault(name, {})[tokens] = round(value, 2)
+        print(tokens, {k: round(v, 1) for k, v in measured.items()}, flush=True)
+
+
+def random_bytes(count: int) -> torch.Tensor:
+    data = torch.empty(count // 8 + 2, dtype=torch.int64, device="cuda")
+    for piece in data.split(1 << 28):
+        piece.random_()
+    return data
+
+
+def call(function: Callable[..., Any], *values: Any) -> Launch:
+    """A launch whose result nobody asks for (asking a tensor for its truth would wait)."""
+
+    def launch() -> None:
+        function(*values)
+
+    return launch
+
+
+def capture(launch: Launch) -> torch.cuda.CUDAGraph:
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def load_peers(folder: Path | None) -> dict[str, ModuleType]:
+    """SGLang's Triton kernels by path; {} when there are none."""
+    peers = {}
+    for name in ("engram_gather", "engram_gate"):
+        path = folder / f"{name}.py" if folder else None
+        if path is None or not path.is_file():
+            print("peers: not run (no folder with SGLang's kernels)")
+            return {}
+        spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
+        if spec is None or spec.loader is None:
+            sys.exit(f"peers: cannot load {path}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        peers[name] = module
+    return peers
+
+
+def our_gather(bench: Bench, name: str, tokens: int, *, is_hashed: bool) -> Maker:
+    table, constants = bench.table(name), hash_constants(bench.tables, 0)
+    bench.native.hash_prepare(byref(constants), bench.num_rows)
+    out = torch.empty((tokens, 24, 256), dtype=torch.bfloat16, device="cuda")
+
+    def make(_: int) -> Launch:
+        windows = bench.random_windows(tokens)
+        ids = bench.random_ids(tokens).cuda()
+        if tokens > abi.INLINE_TOKENS:
+            windows = windows.cuda()
+
+        def launch() -> None:
+            params = abi.Gather(
+                table=pointer(table),
+                hash=pointer(constants),
+                windows=windows.data_ptr() if is_hashed else 0,
+                hash_ids=0 if is_hashed else ids.data_ptr(),
+                num_tokens=tokens,
+                num_cols=24,
+                output=abi.OUT_BF16,
+                out=out.data_ptr(),
+                stream=bench.stream.handle,
+            )
+            bench.native.gather(byref(params))
+
+        return launch
+
+    return make
+
+
+def peer_gather(bench: Bench, peer: ModuleType, tokens: int) -> Maker:
+    out = torch.empty((tokens * 24, 256), dtype=torch.bfloat16, device="cuda")
+
+    def make(_: int) -> Launch:
+        ids = bench.random_ids(tokens).cuda().view(-1)
+        codes, scales = bench.codes.data_ptr(), bench.scales.data_ptr()
+        return call(peer.engram_gather, codes, scales, ids, out, 256, 32)
+
+    return make
+
+
+def our_gate(bench: Bench, tokens: int, dtype: torch.dtype) -> Maker:
+    residual = torch.randn((tokens, 4, 5120), device="cuda").to(dtype)
+    kv = torch.randn((tokens, 25600), device="cuda").to(torch.bfloat16)
+
+    def make(_: int) -> Launch:
+        return lambda: launch_gate(bench, tokens, residual, kv.data_ptr())
+
+    return make
+
+
+def launch_gate(bench: Bench, tokens: int, residual: torch.Tensor, kv: int) -> None:
+    params = abi.Gate(
+        kv=kv,
+        qk=bench.qk.data_ptr(),
+        residual=residual.data_ptr(),
+        out=residual.data_ptr(),
+        num_tokens=tokens,
+        dim=5120,
+        hc_mult=4,
+        eps=1e-20,
+        is_f32=int(residual.dtype == torch.float32),
+        stream=bench.stream.handle,
+    )
+    bench.native.gate(byref(params))
+
+
+def peer_gate(bench: Bench, peer: ModuleType, tokens: int, dtype: torch.dtype) -> Maker:
+    residual = torch.randn((tokens, 4, 5120), device="cuda").to(dtype)
+    kv = torch.randn((tokens, 25600), device="cuda").to(torch.bfloat16)
+    q, k = (torch.ones((4, 5120), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def make(_: int) -> Launch:
+        return call(peer.fused_engram_gate, residual, kv, q, k, 1e-20, 1e-6)
+
+    return make
+
+
+def projections(bench: Bench, tokens: int) -> dict[str, Maker]:
+    rows = torch.randn((tokens, 6144), device="cuda").to(torch.bfloat16)
+    kv = torch.empty((tokens, 25600), dtype=torch.bfloat16, device="cuda")
+
+    def params(i: int) -> abi.Project:
+        return abi.Project(
+            rows=rows.data_ptr(),
+            wkv=bench.wkvs[i % 2].data_ptr(),
+            kv=kv.data_ptr(),
+            num_tokens=tokens,
+            in_features=6144,
+            out_features=25600,
+            stream=bench.stream.handle,
+        )
+
+    def chain(i: int) -> Launch:
+        return lambda: bench.native.project_chain(byref(params(i)))
+
+    def gemm(i: int) -> Launch:
+        return lambda: bench.native.gemm_run(bench.engram._gemm, byref(params(i)))
+
+    def blas(i: int) -> Launch:
+        weight = bench.wkvs[i % 2].t()
+
+        def launch() -> None:
+            torch.mm(rows, weight, out=kv)
+
+        return launch
+
+    made = {"project torch.mm": blas, "project cublasLt": gemm}
+    if tokens <= 1024:
+        made["project chain"] = chain
+    return made
+
+
+def our_layer(bench: Bench, tokens: int, chunk: int) -> Maker:
+    """windows -> residual in place, in chunks of tokens; slots in a row, as a fresh store gives."""
+    residual = torch.randn((tokens, 4, 5120), device="cuda").to(torch.bfloat16)
+    engram, stream = bench.engram, bench.stream
+
+    def make(_: int) -> Launch:
+        windows = bench.random_windows(tokens)
+        slots = torch.arange(tokens, dtype=torch.int64)
+        device_windows, device_slots = windows.cuda(), slots.cuda()
+
+        def launch() -> None:
+            for first in range(0, tokens, chunk):
+                count = min(chunk, tokens - first)
+                is_inline = count <= abi.INLINE_TOKENS
+                from_windows = windows if is_inline else device_windows
+                from_slots = slots if is_inline else device_slots
+                engram.rows_from_windows(
+                    0,
+                    count,
+                    stream,
+                    windows=from_windows.data_ptr() + first * 16,
+                    hash_ids=0,
+                )
+                engram.project(
+                    0,
+                    count,
+                    stream,
+                    slots=from_slots.data_ptr() + first * 8,
+                    first_slot=first,
+                )
+            launch_gate(bench, tokens, residual, engram.kv.address)
+
+        return launch
+
+    return make
+
+
+def peer_layer(bench: Bench, peers: dict[str, ModuleType], tokens: int) -> Maker:
+    """Row ids -> residual: SGLang's gather, cuBLAS, SGLang's gate (its hash is not counted)."""
+    residual = torch.randn((tokens, 4, 5120), device="cuda").to(torch.bfloat16)
+    rows = torch.empty((tokens * 24, 256), dtype=torch.bfloat16, device="cuda")
+    kv = torch.empty((tokens, 25600), dtype=torch.bfloat16, device="cuda")
+    q, k = (torch.ones((4, 5120), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def make(_: int) -> Launch:
+        ids = bench.random_ids(tokens).cuda().view(-1)
+        codes, scales = bench.codes.data_ptr(), bench.scales.data_ptr()
+        weight = bench.wkvs[0].t()
+
+        def launch() -> None:
+            peers["engram_gather"].engram_gather(codes, scales, ids, rows, 256, 32)
+            torch.mm(rows.view(tokens, 6144), weight, out=kv)
+            peers["engram_gate"].fused_engram_gate(residual, kv, q, k, 1e-20, 1e-6)
+
+        return launch
+
+    return make
+
+
+def kernels(bench: Bench, peers: dict[str, ModuleType], sizes: tuple[int, ...]) -> None:
+    for tokens in sizes:
+        repeats = 40 if tokens <= 1024 else 15
+        variants = {
+            "hash+gather fp8": our_gather(bench, "E4M3_E8M0_32", tokens, is_hashed=True),
+            "gather fp8": our_gather(bench, "E4M3_E8M0_32", tokens, is_hashed=False),
+            "hash+gather Q2_K": our_gather(bench, "Q2_K", tokens, is_hashed=True),
+            "gate bf16": our_gate(bench, tokens, torch.bfloat16),
+            "gate f32": our_gate(bench, tokens, torch.float32),
+            **projections(bench, tokens),
+            "layer": our_layer(bench, tokens, 8192),
+        }
+        if tokens > 256:
+            variants["layer, chunks of 256"] = our_layer(bench, tokens, 256)
+        if peers:
+            gather, gate = peers["engram_gather"], peers["engram_gate"]
+            variants["peer gather fp8"] = peer_gather(bench, gather, tokens)
+            variants["peer gate bf16"] = peer_gate(bench, gate, tokens, torch.bfloat16)
+            variants["peer gate f32"] = peer_gate(bench, gate, tokens, torch.float32)
+            variants["peer layer"] = peer_layer(bench, peers, tokens)
+        bench.record(tokens, bench.gpu_us(variants, repeats))
+        torch.cuda.empty_cache()
+
+
+def wall(bench: Bench, sizes: tuple[int, ...]) -> None:
+    """A kv hit and a miss from a pinned residual to a pinned result, through the backend."""
+    layer = bench.engram.layer(0)
+    backend = CudaBackend(bench.native, bench.geometry, bench.tables, [layer], 16384, sizes=Sizes())
+    backend.open_gemm(cublaslt_candidates())
+    print("numerics", dict(backend.numerics))
+    for tokens in sizes:
+        buffer = backend.host_buffer(tokens * 4 * 5120 * 2)
+        residual = buffer.view(torch.bfloat16).view(tokens, 4, 5120)
+        residual.copy_(torch.randn(1, 4, 5120).to(torch.bfloat16).expand(tokens, 4, 5120))
+        pageable = residual.clone()
+        slots, dead = np.arange(tokens), np.zeros(tokens, np.bool_)
+        windows = [bench.random_windows(tokens).numpy() for _ in range(GRAPHS)]
+
+        def hit(x: torch.Tensor, _: int, *, _slots: Any = slots, _dead: Any = dead) -> None:
+            backend.gate(0, _slots, _dead, x, x)
+
+        def miss(x: torch.Tensor, turn: int, *, _w: Any = windows, _s: Any = slots) -> None:
+            backend.project(0, _s, windows=_w[turn % GRAPHS])
+            backend.gate(0, _s, np.zeros(len(_s), np.bool_), x, x)
+
+        backend.project(0, slots, windows=windows[0])
+        measured = {}
+        for mapped in (0, 1 << 30):
+            backend._mapped_tokens = mapped
+            name = "mapped" if mapped else "copied"
+            if tokens <= 1024 or not mapped:
+                measured[f"hit wall {name}"] = wall_us(partial(hit, residual), tokens)
+        backend._mapped_tokens = 64
+        measured["hit wall"] = wall_us(partial(hit, residual), tokens)
+        measured["hit wall pageable"] = wall_us(partial(hit, pageable), tokens)
+        measured["miss wall"] = wall_us(partial(miss, residual), tokens)
+        bench.record(tokens, measured)
+    head_of_line(bench, backend)
+    backend._owned.close()
+
+
+def wall_us(call: Callable[[int], None], tokens: int) -> float:
+    times = []
+    for turn in range(60 if tokens <= 1024 else 12):
+        begin = time.perf_counter()
+        call(turn)
+        times.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(times[5:])
+
+
+def head_of_line(bench: Bench, backend: CudaBackend) -> None:
+    """What a one-token gate waits for while 8,192 tokens are being projected."""
+    windows = bench.random_windows(8192).numpy()
+    slots = np.arange(8192)
+    residual = backend.host_buffer(4 * 5120 * 2).view(torch.bfloat16).view(1, 4, 5120)
+    residual.zero_()
+    hit, dead = np.array([16000]), np.zeros(1, np.bool_)
+    backend.project(0, hit, windows=windows[:1])
+    backend.synchronize()
+    alone = [gate_us(backend, hit, dead, residual) for _ in range(200)]
+    beside: list[float] = []
+    for _ in range(12):
+        backend.project(0, slots, windows=windows)
+        while not backend._ends[backend._sequence % len(backend._ends)].is_done():
+            beside.append(gate_us(backend, hit, dead, residual))
+    backend.synchronize()
+    quantiles = {
+        "gate alone p50": float(np.percentile(alone, 50)),
+        "gate beside prefill p50": float(np.percentile(beside, 50)),
+        "gate beside prefill p99": float(np.percentile(beside, 99)),
+    }
+    bench.record(8192, quantiles)
+    print("gates beside prefill:", len(beside))
+
+
+def gate_us(
+    backend: CudaBackend, slots: np.ndarray, dead: np.ndarray, residual: torch.Tensor
+) -> float:
+    begin = time.perf_counter()
+    backend.gate(0, slots, dead, residual, residual)
+    return (time.perf_counter() - begin) * 1e6
+
+
+def load_speed(bench: Bench, folder: Path, num_bytes: int) -> dict[str, float]:
+    """GB/s of a file in memory-backed storage to the device, and of its plain reading."""
+    path = folder / "engram-bench"
+    piece = np.random.default_rng(0).integers(0, 256, 64 << 20, dtype=np.uint8).tobytes()
+    with path.open("wb") as file:
+        for _ in range(num_bytes // len(piece)):
+            file.write(piece)
+    stages, stream = PinnedBuffer(bench.native, 128 << 20), Stream(bench.native)
+    measured = {}
+    for num_threads in (1, 4, 8, 16):
+        params = abi.Load(
+            path=str(path).encode(),
+            num_bytes=num_bytes,
+            to=bench.codes.data_ptr(),
+            stages=stages.address,
+            stage_bytes=64 << 20,
+            num_threads=num_threads,
+            keep_pages=1,
+            stream=stream.handle,
+        )
+        begin = time.perf_counter()
+        bench.native.load(byref(params))
+        seconds = time.perf_counter() - begin
+        measured[f"load GB/s, {num_threads} readers"] = num_bytes / seconds / 1e9
+    path.unlink()
+    return measured
+
+
+def empty_graph_us(bench: Bench) -> float:
+    word = torch.zeros(1, device="cuda")
+    return bench.gpu_us({"empty": lambda _: call(word.fill_, 1.0)}, 40)["empty"]
+
+
+def table_lines(results: dict[str, dict[int, float]]) -> list[str]:
+    sizes = sorted({size for row in results.values() for size in row})
+    lines = ["| us at T = | " + " | ".join(map(str, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
+    for name, row in results.items():
+        cells = (f"{row[size]:.1f}" if size in row else "" for size in sizes)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--storage", type=Path, help="memory-backed folder with 8 GiB free")
+    parser.add_argument("--rows", type=int, default=384_000_000)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    sizes = (1, 16, 64, 1024) if options.quick else SIZES
+    torch.manual_seed(0)
+    bench = Bench(options.rows)
+    bench.engram.open_gemm(next(path for path in cublaslt_candidates() if Path(path).is_file()))
+    print("one fill in a graph, us:", round(empty_graph_us(bench), 2))
+    kernels(bench, load_peers(options.peers), sizes)
+    wall(bench, sizes)
+    if options.storage:
+        bench.record(0, load_speed(bench, options.storage, 8 << 30))
+    lines = table_lines(bench.results)
+    print("\n".join(lines))
+    answer = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": bench.num_rows,
+        "us": bench.results,
+    }
+    print(json.dumps(answer))
+    if options.out:
+        options.out.write_text("\n".join([*lines, "", json.dumps(answer), ""]))
+
+
+if __name__ == "__main__":
+    main()
