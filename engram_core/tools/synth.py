@@ -12,11 +12,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from engram_core.checkpoint.safetensors_checkpoint import INDEX_NAME
 from engram_core.checkpoint.write import (
-    GgufValue,
     NewTensor,
     create_gguf,
     create_safetensors,
@@ -26,21 +24,14 @@ from engram_core.checkpoint.write import (
 )
 from engram_core.errors import SchemaError
 from engram_core.geometry import EngramHashTables
-from engram_core.hashing import EngramHasher
 from engram_core.quant import QUANT_GROUP, ROW264, row_format
 from engram_core.token_map import token_map_from_tokenizer
 from engram_core.tools.presets import Preset, preset, tokenizer_json
+from engram_core.tools.sparse_rows import sparse_rows
+from engram_core.tools.synth_constants import config_json, gguf_metadata
 from engram_core.tools.synth_values import random_rows
 
 Progress = Callable[[str, int, int], None]
-
-FLASH_TEXT = """\
-The service holds two n-gram tables of 384 million rows; a model runner streams token ids to it.
-这项服务保存两张各有三亿八千四百万行的表，并按词元的哈希值读取其中的行。
-def gather(table: Table, ids: list[int]) -> list[Row]:
-    return [table.row(i) for i in ids if 0 <= i < table.num_rows]
-"""
-"""The text whose rows a sparse checkpoint holds: from its first token on, no dead position."""
 
 FORMATS = {
     "gguf": ("F32", "F16", "BF16", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
@@ -48,9 +39,7 @@ FORMATS = {
 }
 """Format -> what `quant` may be. FP8: e4m3 with a power-of-two scale for each group."""
 
-_EDGE_ROWS = 64
 _ROWS_AT_ONCE = 8_192
-_WRAP_BYTES = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -154,37 +143,18 @@ def _write_gguf(path: Path, job: _Job) -> int:
     ]
     plans = [_layer_parts(job, index, names, small="F32") for index, names in enumerate(layers)]
     tensors = [parts.tensor for plan in plans for parts in plan]
-    offsets = create_gguf(path, "deepseek41", _gguf_metadata(job), tensors)
+    offsets = create_gguf(
+        path, "deepseek41", gguf_metadata(job.preset, job.tables, job.tokenizer), tensors
+    )
     return sum(_fill(path, offsets, job, index, plan) for index, plan in enumerate(plans))
-
-
-def _gguf_metadata(job: _Job) -> dict[str, GgufValue]:
-    """Write the keys of layout A, with the types its converter gives them."""
-    sizes, tables = job.preset, job.tables
-    metadata: dict[str, GgufValue] = {
-        "deepseek41.embedding_length": sizes.dim,
-        "deepseek41.attention.layer_norm_rms_epsilon": sizes.eps,
-        "deepseek41.engram.layer_ids": np.array(sizes.layer_ids, np.int32),
-        "deepseek41.engram.head_count": sizes.num_heads,
-        "deepseek41.engram.key_length": sizes.head_dim,
-        "deepseek41.engram.max_ngram_size": sizes.max_ngram_size,
-        "deepseek41.engram.multipliers": tables.multipliers.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.primes": tables.primes.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.offsets": tables.offsets.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.token_map": tables.token_map,
-        "deepseek41.engram.pad_id": tables.pad_id,
-    }
-    if sizes.is_sparse:  # as in the real file: what a reader has to step over
-        vocabulary = Tokenizer.from_buffer(job.tokenizer)
-        ids = range(vocabulary.get_vocab_size())
-        metadata["tokenizer.ggml.tokens"] = [vocabulary.id_to_token(i) or "" for i in ids]
-    return metadata
 
 
 def _write_safetensors(folder: Path, job: _Job) -> int:
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(job.tokenizer)
-    (folder / "config.json").write_text(json.dumps(_config(job), indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(config_json(job.preset, job.tables), indent=2) + "\n"
+    )
     num_layers = len(job.preset.layer_ids)
     weight_map: dict[str, str] = {}
     num_rows, total = 0, 0
@@ -204,32 +174,6 @@ def _write_safetensors(folder: Path, job: _Job) -> int:
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index_json, indent=2) + "\n")
     return num_rows
-
-
-def _config(job: _Job) -> dict[str, object]:
-    sizes, tables = job.preset, job.tables
-    text = {
-        "model_type": "deepseek_v41_text",
-        "vocab_size": tables.vocab_size,
-        "hidden_size": sizes.dim,
-        "rms_norm_eps": sizes.eps,
-        "hc_mult": sizes.hc_mult,
-        "engram_layer_ids": list(sizes.layer_ids),
-        "engram_num_embeddings": list(tables.table_rows),
-        "engram_max_ngram_size": sizes.max_ngram_size,
-        "engram_vocab_size": sizes.base_size,
-        "engram_n_heads": sizes.num_heads,
-        "engram_head_dim": sizes.head_dim,
-        "engram_pad_token_id": sizes.pad_token_id,
-        "engram_compressed_vocab_size": tables.compressed_vocab_size,
-    }
-    return {
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "model_type": "deepseek_v41",
-        "pad_token_id": sizes.pad_token_id,
-        "image_token_id": sizes.image_token_id,
-        "text_config": text,
-    }
 
 
 def _layer_parts(job: _Job, index: int, names: dict[str, str], *, small: str) -> list[_Parts]:
@@ -275,7 +219,11 @@ def _fill(
 ) -> int:
     """Write the values of one layer. Returns how many rows of the table were written."""
     table, *dense = plan
-    ids = _row_ids(job, index, table, offsets)
+    placed = [(t, offsets[t.name]) for t in (table.tensor, table.scale) if t is not None]
+    if job.preset.is_sparse:
+        ids = sparse_rows(job.tables, index, job.tokenizer, placed)
+    else:
+        ids = np.arange(table.tensor.shape[0])
     with _open_for_writing(path) as file:
         for number, parts in enumerate(dense):
             _fill_dense(file, offsets, job, np.random.default_rng([job.seed, index, number]), parts)
@@ -316,39 +264,6 @@ def _recoded(rows: NDArray[np.uint8], dtype: str) -> NDArray[np.uint8]:
     """Store BF16 values as F32 or F16; those of `random_rows` are exact in both."""
     values = row_format("BF16").dequantize(rows)
     return values.astype("<f4" if dtype == "F32" else "<f2").view(np.uint8)
-
-
-def _row_ids(job: _Job, index: int, table: _Parts, offsets: dict[str, int]) -> NDArray[np.int64]:
-    """List the rows to be written, ascending: all of them, or those a sparse table holds."""
-    num_rows = table.tensor.shape[0]
-    if not job.preset.is_sparse:
-        return np.arange(num_rows)
-    chosen = [np.arange(_EDGE_ROWS), np.arange(num_rows - _EDGE_ROWS, num_rows)]
-    for tensor in (table.tensor, table.scale):
-        if tensor is not None:
-            chosen += _rows_around_wraps(tensor, offsets[tensor.name])
-    chosen.append(_text_rows(job, index))
-    ids = np.unique(np.concatenate(chosen))
-    return ids[(ids >= 0) & (ids < num_rows)]
-
-
-def _rows_around_wraps(tensor: NewTensor, offset: int) -> Iterator[NDArray[np.int64]]:
-    """Give 64 rows around each multiple of 2^31 bytes, within the tensor and within the file."""
-    row_bytes = tensor.num_bytes // tensor.shape[0]
-    for base in (0, offset):
-        first = -(-base // _WRAP_BYTES) * _WRAP_BYTES
-        for wrap in range(first, base + tensor.num_bytes, _WRAP_BYTES):
-            row = (wrap - base) // row_bytes
-            yield np.arange(row - _EDGE_ROWS // 2, row + _EDGE_ROWS // 2)
-
-
-def _text_rows(job: _Job, index: int) -> NDArray[np.int64]:
-    """Hash FLASH_TEXT, and one dead position after it (the all-pad window)."""
-    token_ids = np.array(Tokenizer.from_buffer(job.tokenizer).encode(FLASH_TEXT).ids, np.int64)
-    hasher = EngramHasher(job.tables, len(token_ids) + 1)
-    mask = np.arange(len(token_ids) + 1) < len(token_ids)
-    hash_ids = hasher.hash(np.append(token_ids, 0), 0, mask)
-    return hash_ids[:, index].reshape(-1)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from engram_core.quant import row_format
 from engram_core.tables import DiskTable
 from engram_core.token_map import token_map_from_tokenizer
 from engram_core.tools import presets
-from engram_core.tools.synth import FLASH_TEXT, FORMATS, synth
+from engram_core.tools.sparse_rows import FLASH_TEXT
+from engram_core.tools.synth import FORMATS, synth
 from engram_core.tools.synth_values import random_rows
 
 ALL = [(fmt, quant) for fmt, quants in FORMATS.items() for quant in quants]
