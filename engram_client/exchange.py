@@ -148,7 +148,7 @@ class Exchange:
                     if learns:
                         yield from self._learn(replica)
                     for need in needs:
-                        if need is not None:
+                        if need is not None and not _is_ready(need.state, replica, lost):
                             concerned = [need]
                             yield from self._ready(need, replica, held, lost)
                     concerned, was_sent = needs, True
@@ -230,7 +230,8 @@ class Exchange:
         """Lock the sessions that are written, in the order of their ids."""
         states = {need.state.session_id: need.state for need in writes}
         for _, state in sorted(states.items()):
-            yield from _acquire(state)
+            while not state.lock.acquire(blocking=False):
+                yield Pause(LOCK_POLL_S)
             held.append(state)
 
     def _ready(
@@ -240,24 +241,20 @@ class Exchange:
         held: Sequence[SessionState],
         lost: Mapping[int, tuple[int, int]],
     ) -> Effects[None]:
-        """See that a session is open here and that no call is in doubt but this very one, which
-        is about to be repeated unchanged (`lost`)."""
+        """Open a session here, or settle what is in doubt about it."""
         state = need.state
         if state.is_closed:
             raise SessionClosed(f"session {state.session_id} was closed")
-        repeats = lost.get(state.session_id) == _place(state)
-        if state.replica == replica and (state.unsettled is None or repeats):
-            return
-        is_held = any(state is other for other in held)
-        if not is_held:
-            yield from _acquire(state)
+        taken: list[SessionState] = []
+        if all(state is not other for other in held):
+            yield from self._lock([need], taken)
         try:
             if state.replica != replica:
                 yield from self._reopen(state, replica, need.position)
-            elif state.unsettled is not None:
+            elif not _is_ready(state, replica, lost):
                 yield from self._settle(state, replica, need.position)
         finally:
-            if not is_held:
+            for state in taken:
                 state.lock.release()
 
     def _settle(self, state: SessionState, replica: int, needed: int) -> Effects[None]:
@@ -417,9 +414,12 @@ def note_session(state: SessionState, document: dict[str, Any], *, expected_leng
     state.base, state.epoch = base, epoch
 
 
-def _acquire(state: SessionState) -> Effects[None]:
-    while not state.lock.acquire(blocking=False):
-        yield Pause(LOCK_POLL_S)
+def _is_ready(state: SessionState, replica: int, lost: Mapping[int, tuple[int, int]]) -> bool:
+    """Tell whether a session is open here, and no call in doubt but the one that was `lost` and
+    is about to be repeated unchanged."""
+    if state.replica != replica or state.is_closed:
+        return False
+    return state.unsettled is None or lost.get(state.session_id) == _place(state)
 
 
 def _mark(writes: Sequence[Need]) -> None:
