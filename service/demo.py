@@ -37,13 +37,16 @@ def run() -> int:
     console = Console(width=None if sys.stdout.isatty() else 100)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="engram-demo-") as folder:
-        checkpoint = synth(Path(folder) / "demo.gguf", preset="demo", quant="Q2_K", seed=1).path
-        token_ids = Tokenizer.from_file(str(tokenizer_json(None))).encode(TEXT.read_text("utf-8"))
+        checkpoint = synth(
+            Path(folder) / "demo.gguf", preset="demo", fmt="gguf", quant="Q2_K", seed=1
+        ).path
+        tokenizer = Tokenizer.from_buffer(tokenizer_json("demo", None))
+        token_ids: list[int] = tokenizer.encode(TEXT.read_text("utf-8")).ids
         judge = Judge(_oracle().Oracle.open(checkpoint), _oracle())
         with _served(checkpoint) as url:
-            console.print(f"{checkpoint.name} is served on {url}; {len(token_ids.ids)} tokens")
+            console.print(f"{checkpoint.name} is served on {url}; {len(token_ids)} tokens")
             with EngramClient(url) as client, EngramClient(url) as second:
-                Story(client, second, judge, token_ids.ids).play()
+                Story(client, second, judge, token_ids).play()
         console.print("comparing every answer with the oracle ...")
         verdicts = judge.verdicts()
     console.print(_table(verdicts))

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+
+Known = dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(layer, window) -> lowest, highest and reference kv, each bfloat16 [hc_mult + 1, dim]."""
 
 EXACT, BOUND, INTERVAL = "same bits", "the bound", "its interval"
 """What is promised of an output: docs/numbers.md."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answer. compressed: the sequence's ids up to its end; first: position of row 0;
-    x: the residual that went in; got: what came back, rows in order of position."""
+class Reading:
+    """What was asked for. held: the sequence's token ids up to its end, -1 = dead; count: of
+    its newest positions that are read."""
 
     stage: str
     output: str
     layer: int
-    compressed: Sequence[int]
-    first: int
-    got: torch.Tensor
-    seconds: float
-    x: torch.Tensor | None = None
+    held: Sequence[int]
+    count: int
+
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return len(self.held) - self.count
 
     @property
     def dead(self) -> torch.Tensor:
-        """bool [T]"""
-        return torch.tensor([i == -1 for i in self.compressed[self.first :]], dtype=torch.bool)
+        """bool [count]"""
+        return torch.tensor([i == -1 for i in self.held[self.first :]], dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. got: rows in order of position; x: the residual that went in."""
+
+    reading: Reading
+    got: torch.Tensor
+    seconds: float
+    x: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class Judge:
         self.oracle = oracle
         self._module = module
         self._answers: list[Answer] = []
-        self._same: list[tuple[str, str, int, torch.Tensor, torch.Tensor]] = []
+        self._same: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
 
     def keep(self, answer: Answer) -> None:
         """Take an answer to be judged later."""
@@ -63,81 +79,97 @@ class Judge:
 
     def same(self, stage: str, output: str, got: torch.Tensor, other: torch.Tensor) -> None:
         """Take two results that must have the same bits: two ways to one thing."""
-        self._same.append((stage, output, len(got), got, other))
+        self._same.append((stage, output, got, other))
 
     def verdicts(self) -> list[Verdict]:
         """Judge everything, a line for each (stage, output), in the order of the story."""
-        expected = self._expected_kv()
-        sums: dict[tuple[str, str], list[tuple[int, float, float, bool]]] = defaultdict(list)
-        promises: dict[tuple[str, str], str] = {}
+        known = self._known_kv()
+        lines: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
         for answer in self._answers:
-            key = answer.stage, answer.output
-            worst, is_right, promises[key] = self._judge(answer, expected)
-            sums[key].append((len(answer.got), answer.seconds, worst, is_right))
-        for stage, output, tokens, got, other in self._same:
-            key = stage, output
-            worst, promises[key] = _difference(got, other), EXACT
-            sums[key].append((tokens, 0.0, worst, self._module.same_bits(got, other)))
-        return [
-            Verdict(
-                *key,
-                tokens=sum(part[0] for part in parts),
-                seconds=sum(part[1] for part in parts),
-                worst=max(part[2] for part in parts),
-                is_right=all(part[3] for part in parts),
-                promise=promises[key],
+            verdict = self._judge(answer, known)
+            lines[verdict.stage, verdict.output].append(verdict)
+        for stage, output, got, other in self._same:
+            is_right = self._module.same_bits(got, other)
+            verdict = Verdict(
+                stage, output, len(got), 0.0, _difference(got, other), is_right, EXACT
             )
-            for key, parts in sums.items()
-        ]
+            lines[stage, output].append(verdict)
+        return [_sum(verdicts) for verdicts in lines.values()]
 
-    def _judge(self, answer: Answer, expected: dict[Any, Any]) -> tuple[float, bool, str]:
-        """Return the worst difference, whether all is as promised, and what is promised."""
-        oracle, layer = self.oracle, answer.layer
-        if answer.output in ("hash_ids", "rows"):
-            want: Any = oracle.layer_hash_ids(layer, answer.compressed, answer.first)
-            want = torch.from_numpy(want)
-            if answer.output == "rows":
-                want = oracle.rows(layer, want.numpy())
-            return (
-                _difference(answer.got, want),
-                self._module.same_bits(answer.got, want),
-                EXACT,
+    def _judge(self, answer: Answer, known: Known) -> Verdict:
+        reading, oracle = answer.reading, self.oracle
+        compressed = self._compressed(reading)
+        if reading.output in ("hash_ids", "rows"):
+            ids = oracle.layer_hash_ids(reading.layer, compressed, reading.first)
+            is_rows = reading.output == "rows"
+            want = oracle.rows(reading.layer, ids) if is_rows else torch.from_numpy(ids)
+            is_right, promise = self._module.same_bits(answer.got, want), EXACT
+        else:
+            interval, want = self._expected(
+                answer, known, oracle.windows(compressed, reading.first)
             )
-        windows = oracle.windows(answer.compressed, answer.first)
-        low, high, kv = (
-            torch.stack([expected[layer, tuple(w)][i] for w in windows]) for i in range(3)
+            is_right = not bool(interval.outside(answer.got).any())
+            promise = BOUND if reading.output == "kv" else INTERVAL
+        return Verdict(
+            reading.stage,
+            reading.output,
+            len(answer.got),
+            answer.seconds,
+            _difference(answer.got, want),
+            is_right,
+            promise,
         )
-        dead = answer.dead[:, None, None]
+
+    def _expected(self, answer: Answer, known: Known, windows: Any) -> tuple[Any, torch.Tensor]:
+        """Return the interval and the reference values of a kv or residual answer."""
+        reading, oracle = answer.reading, self.oracle
+        parts = [known[reading.layer, tuple(window)] for window in windows]
+        low, high, kv = (torch.stack(ends) for ends in zip(*parts, strict=True))
+        if reading.output == "residual":
+            bounds = self._module.Interval(low, high)
+            return (
+                oracle.residual_interval(reading.layer, answer.x, bounds, reading.dead),
+                oracle.apply_reference(reading.layer, answer.x, kv, reading.dead),
+            )
         nothing = torch.zeros_like(kv)
         nothing[:, -1] = -0.0
-        if answer.output == "kv":
-            low, high, kv = (torch.where(dead, nothing, end) for end in (low, high, kv))
-            interval = self._module.Interval(low, high)
-            promise = BOUND
-        else:
-            bounds = self._module.Interval(low, high)
-            interval = oracle.residual_interval(layer, answer.x, bounds, answer.dead)
-            kv = oracle.apply_reference(layer, answer.x, kv, answer.dead)
-            promise = INTERVAL
-        is_right = not bool(interval.outside(answer.got).any())
-        return _difference(answer.got, kv), is_right, promise
+        dead = reading.dead[:, None, None]
+        low, high, kv = (torch.where(dead, nothing, end) for end in (low, high, kv))
+        return self._module.Interval(low, high), kv
 
-    def _expected_kv(self) -> dict[Any, Any]:
-        """(layer, window) -> lowest, highest and reference kv."""
-        found: dict[Any, Any] = {}
+    def _known_kv(self) -> Known:
+        """Compute kv once for every window that an answer of kv or residual is about."""
+        known: Known = {}
         for layer in self.oracle.layer_ids:
             hash_ids: dict[tuple[int, ...], Any] = {}
-            for answer in self._answers:
-                if answer.layer == layer and answer.output in ("kv", "residual"):
-                    windows = self.oracle.windows(answer.compressed, answer.first)
-                    ids = self.oracle.layer_hash_ids(layer, answer.compressed, answer.first)
+            for reading in (answer.reading for answer in self._answers):
+                if reading.layer == layer and reading.output in ("kv", "residual"):
+                    compressed = self._compressed(reading)
+                    windows = self.oracle.windows(compressed, reading.first)
+                    ids = self.oracle.layer_hash_ids(layer, compressed, reading.first)
                     hash_ids.update(zip(map(tuple, windows), ids, strict=True))
-            rows = self.oracle.rows(layer, torch.tensor([i.tolist() for i in hash_ids.values()]).numpy())
+            rows = self.oracle.rows(layer, np.stack(list(hash_ids.values())))
             interval = self.oracle.kv_interval(layer, rows)
             reference = self.oracle.kv_reference(layer, rows)
             parts = zip(interval.low, interval.high, reference, strict=True)
-            found |= {(layer, window): part for window, part in zip(hash_ids, parts, strict=True)}
-        return found
+            known |= {(layer, window): part for window, part in zip(hash_ids, parts, strict=True)}
+        return known
+
+    def _compressed(self, reading: Reading) -> list[int]:
+        mask = [i != -1 for i in reading.held]
+        compressed: list[int] = self.oracle.compress(reading.held, mask)
+        return compressed
+
+
+def _sum(verdicts: Sequence[Verdict]) -> Verdict:
+    """Add up the verdicts of one line."""
+    return replace(
+        verdicts[0],
+        tokens=sum(verdict.tokens for verdict in verdicts),
+        seconds=sum(verdict.seconds for verdict in verdicts),
+        worst=max(verdict.worst for verdict in verdicts),
+        is_right=all(verdict.is_right for verdict in verdicts),
+    )
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:

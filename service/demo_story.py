@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from engram_client import EngramClient, Segment, Session
-from engram_client.local import gate, project
-from service.demo_judge import Answer, Judge
+from engram_client import EngramClient, Segment, Session, torch_of
+from engram_client.local import LocalLayer
+from service.demo_judge import Answer, Judge, Reading
 
 PREFILL_CHUNKS = (1, 2, 61, 7, 130, 3, 256)
 NUM_DECODED = 24
 DRAFT, ACCEPTED, NUM_DRAFTS = 6, 3, 8
 NUM_SEQUENCES = 8
 IMAGE_SPAN = 5
+NUM_LOCAL = 96
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -33,10 +35,9 @@ class Story:
         self._text = list(token_ids)
         info = client.info()
         geometry = info["geometry"]
-        self._image_id = int(info["image_token_id"] or 0)
+        self._image_id = int(info["table"]["image_token_id"] or 0)
         self._layers = [int(layer) for layer in geometry["layer_ids"]]
         self._shape = int(geometry["hc_mult"]), int(geometry["dim"])
-        self._eps = float(geometry["eps"])
 
     def play(self) -> None:
         """Stream the text."""
@@ -103,102 +104,107 @@ class Story:
 
     def _gate_and_project_here(self, session: Session, held: list[int]) -> None:
         """kv gated and rows projected by the client, against the service's own residual."""
-        count, stage = 96, "gated here"
-        first = len(held) - count
+        count, stage = NUM_LOCAL, "gated, projected here"
         for layer in self._layers:
-            weights = self._client.weights(layer)
+            here = LocalLayer.fetch(self._client, layer, projects=True)
             x = self._residual(count, BF16)
-            (served, _) = _timed(lambda: session.apply(layer, x.clone()))
-            kv, seconds = _timed(lambda: session.kv(layer, first, count))
-            kv = _tensor(kv)
-            self._keep(stage, "kv", layer, held, first, kv, seconds)
-            dead = torch.tensor([i == -1 for i in held[first:]])
-            qk = torch.from_numpy(weights["qk"])
-            here = gate(x, kv, qk, self._eps, dead)
-            self._judge.same(stage, "kv -> residual", here, _tensor(served))
-            rows, seconds = _timed(lambda: session.rows(layer, first, count))
-            self._keep(stage, "rows", layer, held, first, _tensor(rows), seconds)
-            ids, seconds = _timed(lambda: session.hash_ids(layer, first, count))
-            self._keep(stage, "hash_ids", layer, held, first, torch.as_tensor(ids), seconds)
-            projected = project(_tensor(rows), _tensor(weights["wkv"]))
-            live = ~dead
-            self._judge.same(stage, "rows -> kv", projected[live], kv[live])
+            served = session.apply(layer, x.clone())
+            answers = {
+                output: self._ask(
+                    Reading(stage, output, layer, held, count),
+                    partial(read, layer, None, count),
+                )
+                for output, read in (
+                    ("kv", session.kv),
+                    ("rows", session.rows),
+                    ("hash_ids", session.hash_ids),
+                )
+            }
+            dead = torch.tensor([i == -1 for i in held[-count:]])
+            gated = here.gate(x, answers["kv"], dead)
+            self._judge.same(stage, "kv -> residual", gated, _tensor(served))
+            projected = here.project(answers["rows"])
+            self._judge.same(stage, "rows -> kv", projected[~dead], answers["kv"][~dead])
 
     def _steps(self) -> None:
-        """Eight ragged sequences, both layers, a verify block of six each."""
+        """Eight ragged sequences: prompts, then a verify block of six each, in one call a step."""
+        stage = f"step, {NUM_SEQUENCES} sequences"
         sessions = [self._client.open_session() for _ in range(NUM_SEQUENCES)]
-        prompts = [self._text[40 * i : 40 * i + 5 + 7 * i] for i in range(NUM_SEQUENCES)]
-        stage = "step, 8 sequences"
-        for chunk in (prompts, [self._text[300 + i : 306 + i] for i in range(NUM_SEQUENCES)]):
-            held = chunk if chunk is prompts else [p + c for p, c in zip(prompts, chunk, strict=True)]
-            segments = [
-                Segment(session, token_ids=ids) for session, ids in zip(sessions, chunk, strict=True)
-            ]
-            answer, seconds = _timed(lambda s=segments: self._client.step(s, self._layers, "kv"))
-            for layer in self._layers:
-                self._keep_ragged(stage, "kv", layer, held, chunk, _tensor(answer.tensors[layer]), seconds)
-        blocks = [
-            Segment(session, position=len(h) - DRAFT, count=DRAFT)
-            for session, h in zip(sessions, held, strict=True)
+        held = [self._text[40 * i : 40 * i + 5 + 7 * i] for i in range(NUM_SEQUENCES)]
+        self._push_step(stage, sessions, held, held)
+        blocks = [self._text[300 + i : 300 + i + DRAFT] for i in range(NUM_SEQUENCES)]
+        held = [prompt + block for prompt, block in zip(held, blocks, strict=True)]
+        self._push_step(stage, sessions, held, blocks)
+        segments = [
+            Segment(session, position=len(ids) - DRAFT, count=DRAFT)
+            for session, ids in zip(sessions, held, strict=True)
         ]
         for layer in self._layers:
             x = self._residual(NUM_SEQUENCES * DRAFT, F32)
             answer, seconds = _timed(
-                lambda layer=layer, x=x: self._client.step(
-                    blocks, [layer], "residual", residual=x.clone()
-                )
+                partial(self._client.step, segments, [layer], "residual", residual=x.clone())
             )
-            got = _tensor(answer.tensors[layer])
-            self._keep_ragged(stage, "residual", layer, held, chunk, got, seconds, x)
+            parts = _parts(held, [DRAFT] * NUM_SEQUENCES, _tensor(answer.tensors[layer]))
+            for i, (ids, got) in enumerate(parts):
+                reading = Reading(stage, "residual", layer, ids, DRAFT)
+                spent = seconds if i == 0 else 0.0
+                self._keep(reading, got, spent, x[i * DRAFT : (i + 1) * DRAFT])
         for session in sessions:
             session.close()
+
+    def _push_step(
+        self,
+        stage: str,
+        sessions: Sequence[Session],
+        held: Sequence[list[int]],
+        pushed: Sequence[list[int]],
+    ) -> None:
+        """Push ids to every session and read the kv of both layers, in one call."""
+        segments = [
+            Segment(session, token_ids=ids) for session, ids in zip(sessions, pushed, strict=True)
+        ]
+        answer, seconds = _timed(partial(self._client.step, segments, self._layers, "kv"))
+        for layer in self._layers:
+            counts = [len(ids) for ids in pushed]
+            for ids, got in _parts(held, counts, _tensor(answer.tensors[layer])):
+                self._keep(Reading(stage, "kv", layer, ids, len(got)), got, seconds)
+                seconds = 0.0  # the call's time is told once
 
     def _read_both(
         self, stage: str, session: Session, held: list[int], count: int, dtype: torch.dtype
     ) -> None:
+        """Gate the newest positions in both layers."""
         for layer in self._layers:
             x = self._residual(count, dtype)
-            got, seconds = _timed(lambda layer=layer, x=x: session.apply(layer, x.clone()))
-            self._keep(stage, "residual", layer, held, len(held) - count, _tensor(got), seconds, x)
-
-    def _keep_ragged(
-        self,
-        stage: str,
-        output: str,
-        layer: int,
-        held: Sequence[list[int]],
-        chunk: Sequence[list[int]],
-        got: torch.Tensor,
-        seconds: float,
-        x: torch.Tensor | None = None,
-    ) -> None:
-        """Keep a step's answer, a sequence at a time; the first takes the time of all."""
-        start = 0
-        for ids, new in zip(held, chunk, strict=True):
-            stop = start + len(new)
-            part = x[start:stop] if x is not None else None
-            self._keep(
-                stage, output, layer, ids, len(ids) - len(new), got[start:stop], seconds, part
+            self._ask(
+                Reading(stage, "residual", layer, held, count),
+                partial(session.apply, layer, x.clone()),
+                x,
             )
-            start, seconds = stop, 0.0
+
+    def _ask(
+        self, reading: Reading, call: Callable[[], Any], x: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Make a timed call and keep its answer."""
+        got, seconds = _timed(call)
+        answer = _tensor(got)
+        self._keep(reading, answer, seconds, x)
+        return answer
 
     def _keep(
-        self,
-        stage: str,
-        output: str,
-        layer: int,
-        held: list[int],
-        first: int,
-        got: torch.Tensor,
-        seconds: float,
-        x: torch.Tensor | None = None,
+        self, reading: Reading, got: torch.Tensor, seconds: float, x: torch.Tensor | None = None
     ) -> None:
-        mask = [i != -1 for i in held]
-        compressed = self._judge.oracle.compress(held, mask)
-        self._judge.keep(Answer(stage, output, layer, compressed, first, got, seconds, x))
+        self._judge.keep(Answer(reading, got, seconds, x))
 
     def _residual(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn((count, *self._shape)).to(dtype)
+
+
+def _parts(
+    held: Sequence[list[int]], counts: Sequence[int], flat: torch.Tensor
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Cut a ragged batch into its sequences."""
+    yield from zip(held, torch.split(flat, list(counts)), strict=True)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -208,9 +214,5 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """A torch tensor of the same bits; numpy has no bfloat16 of its own."""
-    if isinstance(array, torch.Tensor):
-        return array
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view("u2").copy()).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    """The answer as a tensor: torch comes back for torch, numpy where nothing went in."""
+    return array if isinstance(array, torch.Tensor) else torch_of(array)
