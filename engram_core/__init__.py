@@ -1,8 +1,34 @@
-"""The Engram library: hash, tables, projection, gate and sessions; no HTTP."""
+"""The Engram library: hash, tables, projection, gate and sessions; no HTTP.
+
+`load(open_checkpoint(path), num_slots=...)` gives a backend, `Engine(backend)` its sessions.
+"""
 
 from engram_core.backends.gate import Gate
 from engram_core.backends.projection import Projection, product_dtype
-from engram_core.geometry import Geometry
+from engram_core.checkpoint import open_checkpoint
+from engram_core.engine import Engine
+from engram_core.engine_types import EngineLimits, OpenRequest, Output, Segments, StepRequest
+from engram_core.errors import EngramError
+from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.hashing import EngramHasher
+from engram_core.loader import load
 from engram_core.quant import requantize
 
-__all__ = ["Gate", "Geometry", "Projection", "product_dtype", "requantize"]
+__all__ = [
+    "Engine",
+    "EngineLimits",
+    "EngramError",
+    "EngramHashTables",
+    "EngramHasher",
+    "Gate",
+    "Geometry",
+    "OpenRequest",
+    "Output",
+    "Projection",
+    "Segments",
+    "StepRequest",
+    "load",
+    "open_checkpoint",
+    "product_dtype",
+    "requantize",
+]

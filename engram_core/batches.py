@@ -198,5 +198,7 @@ def _runs(parts: list[tuple[Piece, Ints]], merge_tokens: int) -> Iterator[list[t
 def _scatter(merged: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Copy a merged answer to where its parts belong (a single one is there already)."""
     if len(tensors) > 1:
-        for tensor, part in zip(tensors, merged.split([len(t) for t in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, torch.split(merged, [len(t) for t in tensors]), strict=True
+        ):
             tensor.copy_(part)
