@@ -157,8 +157,7 @@ class SessionPool:
         same = self._ids.leading_equal(rows, asked.position, asked.count, ids, held=held)
         judged = judge_push(fence, asked, held, same, truncate=truncate)
         growth = judged.length - fence.length
-        _refuse(duplicates(fence, asked))
-        _refuse(refusals(judged.verdict, fence, asked, same))
+        _refuse(duplicates(fence, asked) + refusals(judged.verdict, fence, asked, same))
         limit = self._limits.max_held_tokens
         _refuse(too_many_held(fence, growth, held=self.held_tokens, limit=limit))
 
@@ -318,5 +317,7 @@ class SessionPool:
 
 
 def _refuse(failing: list[tuple[int, EngramError]]) -> None:
+    """Refuse a step if a segment fails. Of one segment's errors the first in the list is told."""
     if failing:
-        raise StepRefused(failing)
+        first = dict(reversed(failing))
+        raise StepRefused(sorted(first.items()))

@@ -27,14 +27,15 @@ def answer_weights(call: Call, model: Model, layer: int, names: Sequence[str]) -
     etag = f'"{model.checkpoint.identity}"'
     if etag in [tag.strip() for tag in call.if_none_match.split(",")]:
         return Response(status_code=304, headers={"etag": etag})
-    call.lease.add(PIECE_BYTES, "the answer")
     geometry = model.checkpoint.geometry
     source = model.checkpoint.layers[geometry.layer_index(layer)]
     specs: dict[str, wire.TensorSpec] = {
         "qk": ("F32", (geometry.hc_mult, geometry.dim)),
         "wkv": ("BF16", (geometry.out_features, geometry.in_features)),
     }
-    return _WeightsAnswer(call, source, {name: specs[name] for name in names}, etag)
+    asked = {name: specs[name] for name in names}
+    call.lease.add(min(PIECE_BYTES, 3 * wire.encoded_size(asked)), "the answer")
+    return _WeightsAnswer(call, source, asked, etag)
 
 
 class _WeightsAnswer(Response):

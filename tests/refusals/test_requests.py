@@ -355,7 +355,7 @@ def test_request_without_a_key(keyed_server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["Bearer wrong", "Bearer", "Basic YTpi", "alice-key", "Bearer  ", "Bearer alice-key x"]
+    "value", ["Bearer wrong", "Bearer", "Basic YTpi", "alice-key", "Bearer alice-key x", "Bearer x"]
 )
 def test_request_with_a_wrong_key(keyed_server: Server, value: str) -> None:
     with keyed_server.client() as client:
@@ -942,10 +942,9 @@ def test_refused_step_lists_every_failing_segment(client: httpx.Client, held: st
         session_id=[int(held), int(held), 12345],
         token_ids=[4, 4, 4],
     )
-    assert answer.status_code in (400, 404, 409)
+    assert refusal(answer) == (409, "gap")
     segments = {s["index"]: s["code"] for s in answer.json()["segments"]}
-    assert segments[0] in ("gap", "duplicate_session")
-    assert segments[2] == "unknown_session"
+    assert segments == {0: "gap", 1: "duplicate_session", 2: "unknown_session"}
 
 
 def test_good_segment_beside_a_bad_one_is_not_pushed(client: httpx.Client, held: str) -> None:
