@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from typing import Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,8 +24,22 @@ from service.state import ServiceState
 
 log = structlog.get_logger("engram.request")
 
-ABORT = "engram.abort"
-"""The scope extension that cuts the connection at once (see `transport.py`)."""
+CONNECTION = "engram.connection"
+"""The scope extension that names the connection (see `transport.py`)."""
+
+
+class Named(Protocol):
+    """A connection. tenant: the key that asked last; abort: cut it at once."""
+
+    tenant: str | None
+
+    def abort(self) -> None: ...
+
+
+def _connection(scope: Scope) -> Named | None:
+    found: Named | None = scope.get("extensions", {}).get(CONNECTION, {}).get("connection")
+    return found
+
 
 QUIET = frozenset(
     operation.name
@@ -69,6 +84,8 @@ class Door:
         call: Call = scope[CALL]
         try:
             call.key = self._identify(scope)
+            if (connection := _connection(scope)) is not None:
+                connection.tenant = call.key.name
             await self._app(scope, receive, reply.send)
             return "ok"
         except EngramError as error:
@@ -173,8 +190,8 @@ def _request_id(scope: Scope) -> str:
 
 async def _abort(scope: Scope, receive: Receive) -> None:
     """Cut the connection of a client that is gone or does not read, where the server lets us."""
-    abort = scope.get("extensions", {}).get(ABORT)
-    if abort is not None:
-        abort["abort"]()
+    connection = _connection(scope)
+    if connection is not None:
+        connection.abort()
         while (await receive())["type"] != "http.disconnect":
             pass

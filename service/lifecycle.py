@@ -144,11 +144,11 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at the second."""
+        """Drain at the first signal, end at the second: cleanly, if nothing was in flight."""
         if self._state.is_draining:
             for listener in self._listeners:
                 listener.close()
-            os._exit(128 + sig)
+            os._exit(128 + sig if self._state.num_active else 0)
         self._state.is_draining = True
         timeout = self._state.settings.shutdown_timeout_s
         self._drain_until = time.monotonic() + max(0.0, timeout - CLOSE_S)
@@ -198,6 +198,9 @@ class Server(uvicorn.Server):
             return
         for name in gone:
             state.model.engine.close_tenant(name)
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection) and connection.tenant == name:
+                    connection.shutdown()
             log.info("key_removed", key=name)
 
     def _stuck(self) -> BaseException | None:

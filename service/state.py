@@ -69,6 +69,7 @@ class ServiceState:
         self.idle = asyncio.Event()
         self._model: Model | None = None
         self._pool: InFlightPool | None = None
+        self.metrics.active_requests.set_function(lambda: self.num_active)
 
     @property
     def model(self) -> Model:

@@ -151,10 +151,11 @@ class RawRequest:
                 (name.lower().encode(), value.encode())
                 for name, value in {"host": "localhost", **headers}.items()
             ],
-            "extensions": {"engram.abort": {"abort": self._abort}},
+            "extensions": {"engram.connection": {"connection": self}},
         }
+        self.tenant: str | None = None
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         self.aborted = True
 
     async def receive(self) -> Message:
