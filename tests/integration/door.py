@@ -5,7 +5,8 @@ A second, independent reading of API.md: the shipped client is not used here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -104,8 +105,15 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
 
 
 def metric(client: httpx.Client, name: str) -> float:
-    """The value of one metric without labels (0 when it is not told)."""
+    """The value of one metric without labels; there must be one."""
     for line in client.get("/metrics").text.splitlines():
         if line.split(" ")[0] == name:
             return float(line.rsplit(" ", 1)[1])
-    return 0.0
+    raise AssertionError(f"no metric {name}")
+
+
+def wait_until(client: httpx.Client, name: str, is_so: Callable[[float], bool]) -> None:
+    """Ask for a metric until it is so; fails after a minute."""
+    deadline = time.monotonic() + 60
+    while not is_so(value := metric(client, name)):
+        assert time.monotonic() < deadline, f"{name} stays {value}"

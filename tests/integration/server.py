@@ -114,6 +114,10 @@ class Server:
         """Ask it to end; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
+        return self.end()
+
+    def end(self) -> int:
+        """Wait for its end; returns the exit status."""
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:

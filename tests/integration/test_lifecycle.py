@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.door import metric, open_session, push, refusal
+from tests.integration.door import metric, open_session, push, refusal, wait_until
 from tests.integration.server import ROOT, Server, running
 
 
@@ -80,8 +80,7 @@ def test_drain_lets_a_running_call_end_and_refuses_new_ones(small_gguf: Path) ->
             f"GET /v1/sessions/{name}/layers/1/kv?position=0&wait_ms=1000 HTTP/1.1\r\n"
             "Host: localhost\r\n\r\n".encode()
         )
-        while metric(client, "engram_active_requests") < 2:
-            assert server.process.poll() is None
+        wait_until(client, "engram_waiting", lambda waiting: waiting == 1)
         other.get("/livez")
         server.process.send_signal(signal.SIGTERM)
         answer = client.get("/readyz")
@@ -90,7 +89,7 @@ def test_drain_lets_a_running_call_end_and_refuses_new_ones(small_gguf: Path) ->
         assert refusal(answer) == (503, "draining")
         assert refusal(other.post("/v1/sessions", json={})) == (503, "draining")
         assert waiting.recv(4096).startswith(b"HTTP/1.1 409")
-    assert server.stop() == 0
+    assert server.end() == 0
 
 
 def test_unix_socket_is_ours_alone_and_goes_away(small_gguf: Path, socket_folder: Path) -> None:
@@ -107,7 +106,7 @@ def test_unix_socket_is_ours_alone_and_goes_away(small_gguf: Path, socket_folder
 def test_idle_session_expires(small_gguf: Path) -> None:
     with running(small_gguf, "--session-ttl-s", "0.2") as server, server.client() as client:
         name = open_session(client)["session_id"]
-        while metric(client, "engram_engine_sessions"):
+        while metric(client, "engram_sessions"):
             assert server.process.poll() is None
         assert refusal(client.get(f"/v1/sessions/{name}")) == (404, "unknown_session")
 
@@ -126,7 +125,7 @@ def test_removed_key_loses_its_sessions(small_gguf: Path, tmp_path: Path) -> Non
         open_session(alice, session_id="5")
         open_session(bob, session_id="5")
         keys.write_text(line("bob"))
-        while metric(bob, "engram_engine_sessions") > 1:
+        while metric(bob, "engram_sessions") > 1:
             assert server.process.poll() is None
         with server.client("alice") as gone:  # its old connection was closed
             answer = gone.get("/v1/sessions/5")
@@ -163,8 +162,7 @@ def test_client_that_leaves_while_it_waits(server: Server) -> None:
                     f"GET /v1/sessions/{name}/layers/1/kv?position=0&wait_ms=1000 HTTP/1.1\r\n"
                     "Host: localhost\r\n\r\n".encode()
                 )
-        while metric(client, "engram_active_requests") > 1:
-            assert server.process.poll() is None
+        wait_until(client, "engram_active_requests", lambda active: active == 1)
         assert metric(client, "engram_in_flight_bytes") == 0
         push(client, name, 0, [0])
         answer = client.get(f"/v1/sessions/{name}/layers/1/kv", params={"position": 0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.integration.door import metric, open_session, push, refusal, step, step_body, tensor_of
+from tests.integration.door import (
+    metric,
+    open_session,
+    push,
+    refusal,
+    step,
+    step_body,
+    tensor_of,
+    wait_until,
+)
 from tests.integration.rank import Rank
 from tests.integration.server import Server
 from tests.oracle import Oracle, same_bits
@@ -46,10 +56,15 @@ def kv_path(name: str, layer: int = 14) -> str:
     return f"/v1/sessions/{name}/layers/{layer}/kv"
 
 
-def wait_until_somebody_waits(client: httpx.Client) -> None:
-    """One request beside this very scrape is being answered."""
-    while metric(client, "engram_active_requests") < 2:
-        assert metric(client, "engram_ready") == 1
+WAITS = "engram_waits_total"
+
+
+@contextlib.contextmanager
+def somebody_waits(client: httpx.Client) -> Iterator[None]:
+    """What the block sends is a read that waits: go on when the server says that it does."""
+    before = metric(client, WAITS)
+    yield
+    wait_until(client, WAITS, lambda waits: waits > before)
 
 
 def kv_within_bound(oracle: Oracle, layer: int, kv: torch.Tensor, tokens: list[int]) -> bool:
@@ -64,8 +79,8 @@ def test_stage_reads_before_the_push_arrives(
     pusher, stage = ranks[:2]
     name = made["session_id"]
     params = {"position": 0, "count": 6, "epoch": made["epoch"], "wait_ms": 1000}
-    stage.send("GET", kv_path(name), params=params)
-    wait_until_somebody_waits(client)
+    with somebody_waits(client):
+        stage.send("GET", kv_path(name), params=params)
     body = {"position": 0, "token_ids": PROMPT[:6]}
     assert pusher.call("POST", f"/v1/sessions/{name}/tokens", json=body).status_code == 200
     kv = tensor_of(stage.receive())
@@ -77,8 +92,8 @@ def test_read_waits_through_a_push_that_is_too_short(
     client: httpx.Client, ranks: list[Rank], made: dict[str, Any]
 ) -> None:
     name = made["session_id"]
-    ranks[1].send("GET", kv_path(name), params={"position": 3, "count": 2, "wait_ms": 1000})
-    wait_until_somebody_waits(client)
+    with somebody_waits(client):
+        ranks[1].send("GET", kv_path(name), params={"position": 3, "count": 2, "wait_ms": 1000})
     push(client, name, 0, PROMPT[:4])
     push(client, name, 4, PROMPT[4:5])
     assert ranks[1].receive().status_code == 200
@@ -92,8 +107,8 @@ def test_step_of_a_stage_waits_too(
         count=[6], position=[0], session_id=[int(name)], epoch=[made["epoch"]], residual=x
     )
     params = {"output": "residual", "layers": "1", "wait_ms": 1000}
-    ranks[1].send("POST", "/v1/step", params=params, **request)
-    wait_until_somebody_waits(client)
+    with somebody_waits(client):
+        ranks[1].send("POST", "/v1/step", params=params, **request)
     push(client, name, 0, PROMPT[:6])
     answer = ranks[1].receive()
     assert answer.status_code == 200, answer.text
@@ -120,8 +135,8 @@ def test_waiting_read_whose_epoch_becomes_stale(
     name = made["session_id"]
     push(client, name, 0, PROMPT[:3])
     params = {"position": 2, "count": 4, "epoch": made["epoch"], "wait_ms": 1000}
-    ranks[3].send("GET", kv_path(name), params=params)
-    wait_until_somebody_waits(client)
+    with somebody_waits(client):
+        ranks[3].send("GET", kv_path(name), params=params)
     rewound = client.post(f"/v1/sessions/{name}/rewind", json={"position": 1})
     assert rewound.status_code == 200
     assert refusal(ranks[3].receive()) == (409, "stale_epoch")
@@ -134,8 +149,8 @@ def test_read_waits_for_a_greater_epoch(
     name, epoch = made["session_id"], made["epoch"]
     push(client, name, 0, PROMPT[:6])
     params = {"position": 3, "count": 2, "epoch": epoch + 1, "wait_ms": 1000}
-    ranks[1].send("GET", kv_path(name), params=params)
-    wait_until_somebody_waits(client)
+    with somebody_waits(client):
+        ranks[1].send("GET", kv_path(name), params=params)
     push(client, name, 4, [19], on_conflict="truncate", epoch=epoch)
     kv = tensor_of(ranks[1].receive())
     assert kv_within_bound(official_oracle, 14, kv, [*PROMPT[:4], 19])

@@ -341,7 +341,7 @@ def test_step_of_ragged_segments_with_an_empty_one(client: httpx.Client, session
 
 
 def test_output_none_fills_the_store(client: httpx.Client) -> None:
-    before = metric(client, "engram_engine_kv_hits_total")
+    before = metric(client, "engram_store_hits_total")
     candidates = {
         "count": [1, 1],
         "position": [3, 3],
@@ -351,7 +351,7 @@ def test_output_none_fills_the_store(client: httpx.Client) -> None:
     nothing = step(client, {"output": "none", "layers": "1"}, **candidates)
     assert nothing.keys() == {"length", "epoch", "dead"}
     step(client, {"output": "kv", "layers": "1"}, **candidates)
-    assert metric(client, "engram_engine_kv_hits_total") - before >= 2
+    assert metric(client, "engram_store_hits_total") - before >= 2
 
 
 def test_tensors_in_any_order_and_int32_ids(client: httpx.Client, session: str) -> None:

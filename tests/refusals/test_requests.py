@@ -17,12 +17,12 @@ import torch
 from tests.conftest import KEYS
 from tests.integration.door import (
     body_of,
-    metric,
     open_session,
     push,
     raw_bytes,
     refusal,
     step_body,
+    wait_until,
 )
 from tests.integration.server import Server, read_answer
 
@@ -531,14 +531,12 @@ def test_no_room_for_another_body(server: Server, client: httpx.Client) -> None:
     with server.socket() as first, server.socket() as second, server.socket() as third:
         first.sendall(request)
         second.sendall(request)
-        while metric(client, "engram_in_flight_bytes") < 14 << 20:
-            assert metric(client, "engram_ready") == 1
+        wait_until(client, "engram_in_flight_bytes", lambda held: held >= 14 << 20)
         third.sendall(request + b"\0" * (7 << 20))  # all is written before the answer is read
         status, body = read_answer(third)
         assert (status, json.loads(body)["code"]) == (429, "overloaded")
         assert [read_answer(slow)[0] for slow in (first, second)] == [408, 408]
-    while metric(client, "engram_in_flight_bytes"):
-        assert metric(client, "engram_ready") == 1
+    wait_until(client, "engram_in_flight_bytes", lambda held: held == 0)
 
 
 def test_no_free_session(keyed_server: Server) -> None:
