@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engram_core.engine import Engine
+import structlog
 
-from engram_core.checkpoint import open_checkpoint
+from engram_core.backends import cuda, native
+from engram_core.checkpoint import Checkpoint, open_checkpoint
+from engram_core.engine import Engine
 from engram_core.engine_types import EngineLimits
+from engram_core.errors import EngramError
 from engram_core.geometry import Geometry
 from engram_core.loader import Budget, ledger_on_cpu, load
+from engram_core.memory import Ledger
 from service.settings import GIB, MIB, Settings, SettingsError
 from service.state import Model
+
+log = structlog.get_logger("engram.load")
 
 ProgressReport = Callable[[str, int, int], None]
 
@@ -43,22 +49,54 @@ class Sizes:
         )
 
 
+@dataclass(frozen=True)
+class Device:
+    """What is computed on. name: "cpu" or "cuda:N"; why: the reason for the choice."""
+
+    name: str
+    why: str
+    is_integrated: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is a GPU."""
+        return self.name != "cpu"
+
+
+def choose_device(name: str) -> Device:
+    """Return the device a setting means: auto is the first GPU that can be used, else the CPU.
+
+    Raises EngramError: the device that was asked for is not there.
+    """
+    if name == "cpu":
+        return Device("cpu", "asked for")
+    asked = "cuda:0" if name == "auto" else name
+    try:
+        properties = native.Native().device(int(asked.removeprefix("cuda:")))
+    except (EngramError, OSError) as error:
+        if name == "auto":
+            return Device("cpu", f"no GPU can be used: {error}")
+        raise
+    why = "the first GPU" if name == "auto" else "asked for"
+    return Device(asked, why, bool(properties.integrated))
+
+
 def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     """Load a checkpoint and check the backend; the calling thread does all the work.
 
-    Raises CheckpointError, MemoryShort, SelfCheckFailed, SettingsError.
+    Raises CheckpointError, MemoryShort, SelfCheckFailed, SettingsError, EngramError.
     """
     report("opening", 0, 0)
     checkpoint = open_checkpoint(path)
-    sizes = Sizes.of(settings, is_cuda=False)
-    num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
+    device = choose_device(settings.device)
+    log.info("device", device=device.name, why=device.why)
+    sizes = Sizes.of(settings, is_cuda=device.is_cuda, is_integrated=device.is_integrated)
     budget = Budget(sizes.in_flight_bytes, settings.max_held_tokens, sizes.memory_reserve_bytes)
-    ledger = ledger_on_cpu(
-        checkpoint, num_slots=num_slots, placement=settings.placement, budget=budget
-    )
+    num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
+    ledger = _ledger(checkpoint, device, settings.placement, num_slots, budget)
     backend = load(
         checkpoint,
-        device="cpu",
+        device=device.name,
         placement=ledger.placement,
         num_slots=num_slots,
         budget=budget,
@@ -75,6 +113,16 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     )
     engine = Engine(backend, limits)
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)
+
+
+def _ledger(
+    checkpoint: Checkpoint, device: Device, placement: str, num_slots: int, budget: Budget
+) -> Ledger:
+    if device.is_cuda:
+        return cuda.plan_on_device(
+            checkpoint, device=device.name, placement=placement, num_slots=num_slots, budget=budget
+        )
+    return ledger_on_cpu(checkpoint, num_slots=num_slots, placement=placement, budget=budget)
 
 
 def _num_slots(kv_store_bytes: int, geometry: Geometry) -> int:

@@ -150,8 +150,11 @@ SECRET_FAULT = errors.Internal("a fault of the service; its log has the request 
 
 
 def kind_of(error: EngramError) -> Kind:
-    """Return how an error is told; a refused step is told like its first refused segment."""
-    return PROBLEMS[type(_first(error))]
+    """Return how an error is told; a refused step is told like its first refused segment.
+
+    A class that is not in the table belongs to a start (say, a build without CUDA): internal.
+    """
+    return PROBLEMS.get(type(_first(error)), PROBLEMS[errors.Internal])
 
 
 def code_of(error: EngramError) -> str:

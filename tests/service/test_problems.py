@@ -44,12 +44,15 @@ GRPC = {
 }
 
 
+OURS = ("engram_core.errors", "service.problems")
+
+
 def classes() -> list[type[EngramError]]:
     found, open_classes = [], [EngramError]
     while open_classes:
         children = open_classes.pop().__subclasses__()
         open_classes += children
-        found += [child for child in children if child.__module__.startswith(("engram", "service"))]
+        found += [child for child in children if child.__module__ in OURS]
     return [kind for kind in found if kind is not StepRefused]
 
 
@@ -63,6 +66,16 @@ def test_every_class_has_the_codes_and_statuses_of_the_interface(kind: type[Engr
     assert STATUS[code] == PROBLEMS[kind].status
     assert PROBLEMS[kind].grpc in GRPC.get(STATUS[code], {PROBLEMS[kind].grpc})
     assert (PROBLEMS[kind].retry_after_ms is not None) == (STATUS[code] in (429, 503))
+
+
+def test_class_of_a_start_is_internal() -> None:
+    class Unsupported(EngramError):
+        code = "unsupported"
+
+    assert (problems.kind_of(Unsupported("why")).status, code_of(Unsupported("why"))) == (
+        500,
+        "internal",
+    )
 
 
 def test_every_code_of_the_interface_has_a_class() -> None:
