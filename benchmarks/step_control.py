@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from served import Served, echoing, serving
 
 from engram_client import EngramClient, Segment, Session

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from engram_client import wire
 from engram_client.http1 import Request, Response
@@ -76,8 +76,7 @@ class Facts:
         return wkv + self.hc_mult * self.dim * 4 + wire.MAX_HEAD_BYTES + 64
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """What a call needs of one session.
 
     position .. end: what it reads, or position = end where a push or a cut begins

@@ -390,7 +390,8 @@ def _needs(batch: Batch, truncate: bool) -> list[Need | None]:
         if state is None:
             needs.append(None)
         elif pushes:
-            needs.append(_write(state, position, truncate))
+            fence = position if truncate else state.length
+            needs.append(Need(state, position, position, fence))
         else:
             needs.append(Need(state, position, position + count))
     return needs
@@ -429,7 +430,8 @@ def _record_step(batch: Batch, answer: Answer, truncate: bool) -> None:
     for state, position, count, stop, length, epoch in rows:
         if state is None:
             continue
-        expected = _length_after(state, position + count, truncate)
+        end = position + count
+        expected = end if truncate else max(state.length, end)
         if length != expected:
             raise BadAnswer(f"session {state.session_id}: expected length {expected}, got {length}")
         mask = None if batch.mask is None else batch.mask[stop - count : stop]

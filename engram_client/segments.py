@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engram_client.arrays import Array, as_numpy
-from engram_client.history import DEAD, flags, integers
+from engram_client.history import DEAD, flags, joined_integers
 from engram_client.wire import (
     MAX_HEAD_BYTES,
     TensorView,
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from engram_client.state import SessionHandle, SessionState
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of positions of one sequence in a step.
 
     session: a session of this client, or the id of somebody else's; or none, with one of
@@ -43,7 +43,7 @@ class Segment:
     session: SessionHandle | int | None = None
     token_ids: Any = None
     position: int | None = None
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     mask: Any = None
     lookback: Sequence[int | None] | None = None
     hash_ids: Any = None
@@ -162,47 +162,56 @@ def _take(array: NDArray[Any] | None, chosen: NDArray[np.int64]) -> NDArray[Any]
     return None if array is None else array[chosen]
 
 
+Columns = Mapping[str, tuple[Any, ...]]
+
+
 def batch_of(segments: Sequence[Segment], max_ngram_size: int) -> Batch:
     """Return segments as arrays. Raises ValueError: mixed sources, missing values."""
-    states = [getattr(segment.session, "state", None) for segment in segments]
-    ids = _column(segments, "token_ids")
-    hash_ids = _column(segments, "hash_ids")
-    lookbacks = _column(segments, "lookback")
-    sources = (_column(segments, "session"), lookbacks, hash_ids)
+    fields = _columns(segments)
+    states = [getattr(session, "state", None) for session in fields["session"]]
+    ids = _column(fields["token_ids"], "token_ids")
+    hash_ids = _column(fields["hash_ids"], "hash_ids")
+    lookbacks = _column(fields["lookback"], "lookback")
+    sources = (_column(fields["session"], "session"), lookbacks, hash_ids)
     if segments and sum(source is not None for source in sources) != 1:
         raise ValueError("segments: expected one source: session, lookback or hash_ids")
     if lookbacks is not None and ids is None:
         raise ValueError("segments: a lookback needs token_ids")
-    token_ids = None if ids is None else [integers(row, "token_ids") for row in ids]
-    rows = token_ids if token_ids is not None else hash_ids
-    count = [
-        _count(segment, state, None if rows is None else len(rows[index]))
-        for index, (segment, state) in enumerate(zip(segments, states, strict=True))
-    ]
+    token_ids, rows = None, None if hash_ids is None else list(map(len, hash_ids))
+    if ids is not None:
+        token_ids, rows = joined_integers(ids, "token_ids")
+    count = rows
+    if count is None or set(fields["count"]) != {None}:
+        count = [
+            _count(segment, state, None if rows is None else rows[index])
+            for index, (segment, state) in enumerate(zip(segments, states, strict=True))
+        ]
     position = [
-        _position(segment, state, length, token_ids is not None)
+        state.length
+        if segment.position is None and state is not None and token_ids is not None
+        else _position(segment, state, length)
         for segment, state, length in zip(segments, states, count, strict=True)
     ]
     return Batch(
         states=states,
         count=np.array(count, np.int64),
         position=np.array(position, np.int64),
-        token_ids=None if token_ids is None else _joined(token_ids),
-        mask=_mask(segments, count),
-        **_source(segments, states, lookbacks, hash_ids, max_ngram_size),
+        token_ids=token_ids,
+        mask=_mask(fields["mask"], count),
+        **_source(fields, states, lookbacks, hash_ids, max_ngram_size),
     )
 
 
 def _source(
-    segments: Sequence[Segment],
+    fields: Columns,
     states: Sequence[SessionState | None],
-    lookbacks: list[Any] | None,
-    hash_ids: list[Any] | None,
+    lookbacks: Sequence[Any] | None,
+    hash_ids: Sequence[Any] | None,
     max_ngram_size: int,
 ) -> dict[str, NDArray[np.int64]]:
     if lookbacks is not None:
         width = max_ngram_size - 1
-        rows = np.full((len(segments), width), DEAD, np.int64)
+        rows = np.full((len(states), width), DEAD, np.int64)
         for row, lookback in zip(rows, lookbacks, strict=True):
             if len(lookback) > width:
                 raise ValueError(f"lookback: expected at most {width} ids, got {len(lookback)}")
@@ -213,35 +222,38 @@ def _source(
         arrays = [as_numpy(array) for array in hash_ids]
         return {"hash_ids": np.concatenate(arrays).astype(np.int64, copy=False)}
     ids = [
-        segment.session if state is None else state.session_id
-        for segment, state in zip(segments, states, strict=True)
+        session if state is None else state.session_id
+        for session, state in zip(fields["session"], states, strict=True)
     ]
-    epochs = [-1 if segment.epoch is None else segment.epoch for segment in segments]
+    epochs = [-1 if epoch is None else epoch for epoch in fields["epoch"]]
     return {"session_id": np.array(ids, np.int64), "given_epoch": np.array(epochs, np.int64)}
 
 
-def _column(segments: Sequence[Segment], name: str) -> list[Any] | None:
-    """Return one field of all segments, None if none has it. Raises ValueError: only some have."""
-    values = [getattr(segment, name) for segment in segments]
-    given = sum(value is not None for value in values)
-    if given == 0:
+def _columns(segments: Sequence[Segment]) -> Columns:
+    """Return every field of all segments, by name."""
+    if not segments:
+        return dict.fromkeys(Segment._fields, ())
+    return dict(zip(Segment._fields, zip(*segments, strict=True), strict=True))
+
+
+def _column(values: Sequence[Any], name: str) -> Sequence[Any] | None:
+    """Return a field of all segments, None if none has it. Raises ValueError: only some have."""
+    kinds = set(map(type, values))
+    if kinds <= {NoneType}:
         return None
-    if given < len(values):
+    if NoneType in kinds:
+        given = sum(value is not None for value in values)
         raise ValueError(f"segments: expected {name} of all or of none, got {given}/{len(values)}")
     return values
 
 
-def _joined(rows: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(rows) if rows else np.empty(0, np.int64)
-
-
-def _mask(segments: Sequence[Segment], count: list[int]) -> NDArray[np.bool_] | None:
-    if all(segment.mask is None for segment in segments):
+def _mask(masks: Sequence[Any], count: list[int]) -> NDArray[np.bool_] | None:
+    if set(map(type, masks)) <= {NoneType}:
         return None
     return np.concatenate(
         [
-            np.ones(length, np.bool_) if segment.mask is None else flags(segment.mask, length)
-            for segment, length in zip(segments, count, strict=True)
+            np.ones(length, np.bool_) if mask is None else flags(mask, length)
+            for mask, length in zip(masks, count, strict=True)
         ]
     )
 
@@ -258,11 +270,11 @@ def _count(segment: Segment, state: SessionState | None, rows: int | None) -> in
     raise ValueError("segment: a read needs count, or the position in a session of this client")
 
 
-def _position(segment: Segment, state: SessionState | None, count: int, pushes: bool) -> int:
+def _position(segment: Segment, state: SessionState | None, count: int) -> int:
     if segment.position is not None:
         return segment.position
     if state is not None:
-        return state.length if pushes else state.length - count
+        return state.length - count
     if segment.hash_ids is not None:
         return 0
     raise ValueError("segment: expected a position where the session is not this client's")
