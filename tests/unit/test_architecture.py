@@ -25,7 +25,8 @@ LEVELS = {
         "checkpoint.layouts checkpoint.files",
         "checkpoint.gguf checkpoint.safetensors checkpoint.write",
         "checkpoint.sources checkpoint.gguf_split checkpoint.config",
-        "checkpoint.dense checkpoint.identity",
+        "checkpoint.dense",
+        "checkpoint.identity",
         "checkpoint.assemble",
         "checkpoint.gguf_constants checkpoint.safetensors_checkpoint",
         "checkpoint.gguf_checkpoint",
@@ -43,13 +44,15 @@ LEVELS = {
         "backends",
         "loader",
         "jobs",
-        "queues lanes reads batches",
-        "requests scheduler",
+        "queues reads batches",
+        "requests lanes",
+        "scheduler",
         "dispatch",
         "waiting",
         "steps",
         "engine",
-        "tools.presets tools.plain tools.sparse_rows tools.synth_values tools.synth_constants",
+        "tools.presets tools.plain tools.sparse_rows tools.synth_values",
+        "tools.synth_constants",
         "tools.synth tools.inspect tools.verify tools.doctor tools.bench",
         "tools",
         "",
@@ -86,7 +89,7 @@ LEVELS = {
 }
 
 
-# `python -m service.openapi` renders the app's document; the app describes its routes with the file.
+# `python -m service.openapi` renders the document of the app, which describes its routes with it.
 LATE = {("openapi", "service.app")}
 
 
