@@ -216,6 +216,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Close connections, then the engine."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection) and connection.is_idle_tls:
+                connection.abort()  # else its peer's close_notify would be waited for
         await super().shutdown(sockets)
         if self._state.is_loaded and self.exit_status == 0:
             await asyncio.to_thread(self._state.model.close)

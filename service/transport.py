@@ -61,6 +61,12 @@ class Connection(HttpToolsProtocol):
     tenant: str | None = None
     _head_bytes = 0
 
+    @property
+    def is_idle_tls(self) -> bool:
+        """Whether this is TLS, and nothing is being asked, answered or sent."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return self.scheme == "https" and is_idle and not self.transport.get_write_buffer_size()
+
     def abort(self) -> None:
         """Cut the connection, whatever is still to be sent."""
         self.transport.abort()
