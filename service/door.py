@@ -19,27 +19,15 @@ from service import problems
 from service.access import KEYLESS, Key
 from service.bodies import ClientGoneError, Inbox, send_refusal
 from service.calls import CALL, Call
+from service.logs import LineLimit
 from service.operations import OPERATIONS, PUBLIC_PATHS
 from service.state import ServiceState
+from service.tracing import record_span, sampled_parent
 
 log = structlog.get_logger("engram.request")
 
 CONNECTION = "engram.connection"
 """The scope extension that names the connection (see `transport.py`)."""
-
-
-class Named(Protocol):
-    """A connection. tenant: the key that asked last; abort: cut it at once."""
-
-    tenant: str | None
-
-    def abort(self) -> None: ...
-
-
-def _connection(scope: Scope) -> Named | None:
-    found: Named | None = scope.get("extensions", {}).get(CONNECTION, {}).get("connection")
-    return found
-
 
 QUIET = frozenset(
     operation.name
@@ -49,8 +37,17 @@ QUIET = frozenset(
 """Operations whose success is counted, not logged: probes, and what runners do every step."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_LOG_EVERY_S = 1.0
+_FAULTS_PER_S, _LINES_PER_S = 1, 10
+"""Log lines: faults with their stack, and answers of each code."""
 _GONE = "client_gone"
+
+
+class Peer(Protocol):
+    """A connection. tenant: the name of the key that asked last; abort: cut it at once."""
+
+    tenant: str | None
+
+    def abort(self) -> None: ...
 
 
 class Door:
@@ -59,7 +56,8 @@ class Door:
     def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app
         self._state = state
-        self._faults = _FaultLog()
+        self._faults = LineLimit(_FAULTS_PER_S)
+        self._lines = LineLimit(_LINES_PER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +75,7 @@ class Door:
         finally:
             call.close()
             self._state.leave()
-            self._record(call, code, reply.status)
+            self._record(call, code, reply.status, scope)
 
     async def _answer(self, scope: Scope, receive: Receive, reply: _Reply) -> str:
         """Answer by a route or by a refusal; return "ok" or the refusal's code."""
@@ -93,11 +91,11 @@ class Door:
         except ClientGoneError:
             raise
         except Exception as error:
-            self._faults.write(call, error)
+            self._log_fault(call, error)
             refusal = problems.SECRET_FAULT
         code = problems.code_of(refusal)
         if code == "internal" and refusal is not problems.SECRET_FAULT:
-            self._faults.write(call, refusal)
+            self._log_fault(call, refusal)
         if reply.status:
             raise ClientGoneError
         await send_refusal(call.inbox, reply.send, *problems.encode(refusal))
@@ -111,20 +109,22 @@ class Door:
             return KEYLESS
         return access.identify(scope["headers"], over_unix_socket=over_unix_socket)
 
-    def _record(self, call: Call, code: str, status: int) -> None:
-        """Count the request, and log it unless it is one of thousands a second."""
-        metrics, seconds = self._state.metrics, time.perf_counter() - call.started
+    def _log_fault(self, call: Call, error: BaseException) -> None:
+        held_back = self._faults.admit("fault")
+        if held_back is not None:
+            log.error("fault", request_id=call.request_id, held_back=held_back, exc_info=error)
+
+    def _record(self, call: Call, code: str, status: int, scope: Scope) -> None:
+        """Count the request; trace it if its caller does; log it if it is worth a line."""
+        seconds = time.perf_counter() - call.started
         name = call.operation.name if call.operation else "none"
-        metrics.requests.labels(name, code).inc()
-        metrics.request_seconds.observe(seconds)
-        if call.inbox.num_bytes:
-            metrics.received_bytes.inc(call.inbox.num_bytes)
-            metrics.body_bytes.observe(call.inbox.num_bytes)
-        if call.sent_bytes:
-            metrics.sent_bytes.inc(call.sent_bytes)
-        for stage, stage_seconds in call.stages.items():
-            metrics.stage_seconds.labels(stage).observe(stage_seconds)
+        self._count(call, name, code, seconds)
+        if (parent := sampled_parent(scope["headers"])) is not None:
+            record_span(parent, name, seconds, _told(call, code, status), is_fault=status >= 500)
         if code == "ok" and name in QUIET:
+            return
+        held_back = self._lines.admit(code)
+        if held_back is None:
             return
         log.info(
             "request",
@@ -135,7 +135,32 @@ class Door:
             received_bytes=call.inbox.num_bytes,
             sent_bytes=call.sent_bytes,
             ms=round(seconds * 1000, 3),
+            **({"held_back": held_back} if held_back else {}),
         )
+
+    def _count(self, call: Call, name: str, code: str, seconds: float) -> None:
+        metrics = self._state.metrics
+        metrics.requests.labels(name, code).inc()
+        metrics.request_seconds.observe(seconds)
+        if call.inbox.num_bytes:
+            metrics.received_bytes.inc(call.inbox.num_bytes)
+            metrics.body_bytes.observe(call.inbox.num_bytes)
+        if call.sent_bytes:
+            metrics.sent_bytes.inc(call.sent_bytes)
+        for stage, stage_seconds in call.stages.items():
+            metrics.stage_seconds.labels(stage).observe(stage_seconds)
+
+
+def _told(call: Call, code: str, status: int) -> dict[str, str | int | float]:
+    """Return a span's attributes: sizes and times, no ids and no names."""
+    return {
+        "http.response.status_code": status,
+        "engram.code": code,
+        "engram.request_id": call.request_id,
+        "http.request.body.size": call.inbox.num_bytes,
+        "http.response.body.size": call.sent_bytes,
+        **{f"engram.{stage}_ms": seconds * 1e3 for stage, seconds in call.stages.items()},
+    }
 
 
 class _Reply:
@@ -162,30 +187,17 @@ class _Reply:
         return headers
 
 
-class _FaultLog:
-    """Writes faults with their stack, one a second at most."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._num_held_back = 0
-
-    def write(self, call: Call, error: BaseException) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            self._num_held_back += 1
-            return
-        log.error(
-            "fault", request_id=call.request_id, held_back=self._num_held_back, exc_info=error
-        )
-        self._next, self._num_held_back = now + _LOG_EVERY_S, 0
-
-
 def _request_id(scope: Scope) -> str:
     """Return the client's X-Request-Id if it is a plain word, else a fresh one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
     return secrets.token_hex(8)
+
+
+def _connection(scope: Scope) -> Peer | None:
+    found: Peer | None = scope.get("extensions", {}).get(CONNECTION, {}).get("connection")
+    return found
 
 
 async def _abort(scope: Scope, receive: Receive) -> None:

@@ -26,6 +26,7 @@ from engram_core.errors import EngramError, Internal
 from service.app import create_app
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
+from service.notify import READY, STOPPING, notify
 from service.settings import Settings, SettingsError
 from service.state import Model, Progress, ServiceState
 from service.transport import IDLE_S, Connection
@@ -34,7 +35,7 @@ log = structlog.get_logger("engram.life")
 
 EXIT_START, EXIT_FAILED = 1, 70
 CLOSE_S = 1.5
-"""Kept of the shutdown timeout for closing connections after the drain."""
+"""Kept of the shutdown timeout, after the drain, for closing connections and for the engine."""
 STUCK_S = 30.0
 """No batch runs this long on a device that works."""
 _TICKS_PER_S = 10
@@ -70,8 +71,8 @@ def serve(
     finally:
         for listener in listeners:
             listener.close()
-    if server.is_loading:
-        os._exit(server.exit_status)  # torch does not survive the interpreter's end
+    if not server.close():
+        os._exit(server.exit_status)  # a thread of ours still runs: the interpreter cannot end
     if server.start_error is not None:
         raise _start_error(server.start_error) from server.start_error
     return server.exit_status
@@ -150,8 +151,9 @@ class Server(uvicorn.Server):
                 listener.close()
             os._exit(128 + sig if self._state.num_active else 0)
         self._state.is_draining = True
+        notify(STOPPING)
         timeout = self._state.settings.shutdown_timeout_s
-        self._drain_until = time.monotonic() + max(0.0, timeout - CLOSE_S)
+        self._drain_until = time.monotonic() + max(0.0, timeout - 2 * CLOSE_S)
 
     async def on_tick(self, counter: int) -> bool:
         """Do what is due every 0.1 s; return whether to stop."""
@@ -180,6 +182,7 @@ class Server(uvicorn.Server):
             log.info("memory", line=line)
         for listener in self._listeners:
             self._say(f"ready {listener.url}")
+        notify(READY)
         return False
 
     def _tidy(self) -> None:
@@ -215,18 +218,22 @@ class Server(uvicorn.Server):
         self.exit_status = EXIT_FAILED
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Close connections, then the engine."""
+        """Close listeners and connections."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_idle_tls:
                 connection.abort()  # else its peer's close_notify would be waited for
         await super().shutdown(sockets)
-        if self._state.is_loaded and self.exit_status == 0:
-            await asyncio.to_thread(self._state.model.close)
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether the loader still runs: the interpreter must then not be torn down under it."""
-        return self._loader.is_alive()
+    def close(self) -> bool:
+        """Close the model; return whether all threads have ended. A failed one is not touched."""
+        if self._loader.is_alive() or self.exit_status == EXIT_FAILED:
+            return False
+        if not self._state.is_loaded:
+            return True
+        closer = threading.Thread(target=self._state.model.close, name="closer", daemon=True)
+        closer.start()
+        closer.join(CLOSE_S)
+        return not closer.is_alive()
 
 
 def _config(app: object, settings: Settings) -> uvicorn.Config:

@@ -18,9 +18,13 @@ from service.door import CONNECTION
 
 MAX_HEAD_BYTES = 64 << 10
 JOIN_BYTES = 64 << 10
-CONTINUE = b"HTTP/1.1 100"
+"""A first piece of a body up to this size is copied behind its head."""
+
 IDLE_S = 75.0
 """How long a connection may stay without a request; longer than clients keep theirs."""
+
+
+_CONTINUE = b"HTTP/1.1 100"
 
 
 class _HeadHolder:
@@ -41,7 +45,7 @@ class _HeadHolder:
                 data = b"".join((self._head, data))
             else:
                 self._transport.write(self._head)
-        elif not self._head and data[:12] != CONTINUE:
+        elif not self._head and data[: len(_CONTINUE)] != _CONTINUE:
             self._head, self._is_held = bytes(data), True
             return
         self._transport.write(data)
