@@ -1,0 +1,130 @@
+"""Connections: bytes on a real socket, a server in this event loop, a free port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from service import transport
+from service.transport import MAX_HEAD_BYTES, Connection
+from tests.service.door import InProcess
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
+Ask = Callable[[Talk], bytes]
+LIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+OPEN = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def ask(door: InProcess) -> Ask:
+    """Runs a talk on a fresh connection; every talk ends with the connection closed."""
+
+    async def serve(talk: Talk) -> bytes:
+        config = uvicorn.Config(
+            door.app, http=Connection, ws="none", lifespan="off", log_config=None
+        )
+        config.load()
+        state = ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config, state, {}), "127.0.0.1", 0
+        )
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            return await asyncio.wait_for(talk(reader, writer), 30)
+        finally:
+            writer.close()
+            server.close()
+            while state.connections:
+                await asyncio.sleep(0)
+
+    return lambda talk: door.runner.run(serve(talk))
+
+
+def say(*parts: bytes, eof: bool = False) -> Talk:
+    """Write, then read until the server closes or, without `eof`, one whole small answer."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for piece in parts:
+            writer.write(piece)
+            await writer.drain()
+        if eof:
+            writer.write_eof()
+            return await reader.read()
+        return await reader.read(1 << 16)
+
+    return talk
+
+
+def test_small_answer_is_one_packet(ask: Ask) -> None:
+    answer = ask(say(LIVE))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b'{"status":"alive"}')
+
+
+def test_client_that_said_all_gets_its_answer(ask: Ask) -> None:
+    answer = ask(say(LIVE, eof=True))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_pipelined_requests_are_answered_in_order(ask: Ask) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(LIVE + OPEN + b"Content-Length: 2\r\n\r\n{}" + LIVE)
+        data = b""
+        while data.count(b'{"status":"alive"}') < 2:
+            data += await reader.read(1 << 16)
+        return data
+
+    answers = ask(talk).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"201", b"200"]
+
+
+def test_expected_body_is_asked_for(ask: Ask) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(OPEN + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        return await reader.read(1 << 16)
+
+    assert ask(talk).startswith(b"HTTP/1.1 201")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"BLAH\r\n\r\n",
+        OPEN + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        OPEN + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        OPEN + b"Content-Length: +2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n",
+        b"GET /" + b"a" * (MAX_HEAD_BYTES + 1),
+    ],
+    ids=["no-http", "two-lengths", "length-and-chunks", "signed-length", "long-head", "long-url"],
+)
+def test_what_is_no_good_http_is_a_problem_document(ask: Ask, request_: bytes) -> None:
+    answer = ask(say(request_))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in answer
+    assert b"connection: close" in answer
+
+
+def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.Connection, "_watch_idle", _at_once)
+    assert ask(say(b"GET /livez HT")) == b""
+
+
+def _at_once(connection: Connection) -> None:
+    connection.loop.call_soon(connection.timeout_keep_alive_handler)
+
+
+def test_refusal_reaches_a_client_that_writes_first(ask: Ask) -> None:
+    head = (
+        b"POST /v1/step?output=none HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/octet-stream\r\nContent-Length: 20000000\r\n\r\n"
+    )
+    answer = ask(say(head, *[b"\0" * 1_000_000] * 20))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"body_too_large" in answer
