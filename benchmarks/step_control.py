@@ -9,6 +9,7 @@ clock tells the queue for a core, not the work.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import structlog
 from served import Served, echoing, serving
 
 from engram_client import EngramClient, Segment, Session
@@ -44,7 +46,8 @@ CHUNK = 25
 
 @dataclass(frozen=True)
 class Control:
-    """One output over one transport. us: beside the echo; wall: p50 of each; cpu: of both ends."""
+    """One output over one transport. wall: p50; client, server, echo: median CPU of a chunk;
+    control: both ends' CPU beside the echo's; quiet: the same of the fastest chunks."""
 
     transport: str
     output: str
@@ -55,15 +58,12 @@ class Control:
     client_cpu_us: float
     server_cpu_us: float
     echo_cpu_us: float
-
-    @property
-    def control_us(self) -> float:
-        """CPU of both ends beside the echo's."""
-        return self.client_cpu_us + self.server_cpu_us - self.echo_cpu_us
+    control_us: float
+    quiet_us: float
 
 
 class Cost:
-    """What calls cost: wall and CPU of this thread, CPU of the process that answers."""
+    """What calls cost: wall of each; by chunk the CPU of this thread and of the other process."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -73,13 +73,17 @@ class Cost:
 
     def take(self, call: Callable[[], object], count: int) -> None:
         """Make a call `count` times."""
-        before = self._served.cpu_s()
+        before, cpu = self._served.cpu_s(), time.thread_time()
         for _ in range(count):
-            wall, cpu = time.perf_counter(), time.thread_time()
+            wall = time.perf_counter()
             call()
-            self.client_s.append(time.thread_time() - cpu)
             self.wall_s.append(time.perf_counter() - wall)
+        self.client_s.append((time.thread_time() - cpu) / count)
         self.server_s.append((self._served.cpu_s() - before) / count)
+
+    @property
+    def both_s(self) -> list[float]:
+        return [sum(ends) for ends in zip(self.client_s, self.server_s, strict=True)]
 
 
 def end_to_end(folder: Path, checkpoint: Path, repeats: int) -> list[Control]:
@@ -122,16 +126,19 @@ def _measure(
         step_cost.take(step, CHUNK)
         echo_cost.take(lambda: pool.exchange(request), CHUNK)
     pool.close()
+    both, echoed = step_cost.both_s, echo_cost.both_s
     return Control(
-        transport,
-        output,
-        up,
-        down,
-        median(step_cost.wall_s) * 1e6,
-        median(echo_cost.wall_s) * 1e6,
-        median(step_cost.client_s) * 1e6,
-        median(step_cost.server_s) * 1e6,
-        (median(echo_cost.client_s) + median(echo_cost.server_s)) * 1e6,
+        transport=transport,
+        output=output,
+        bytes_up=up,
+        bytes_down=down,
+        step_wall_us=median(step_cost.wall_s) * 1e6,
+        echo_wall_us=median(echo_cost.wall_s) * 1e6,
+        client_cpu_us=median(step_cost.client_s) * 1e6,
+        server_cpu_us=median(step_cost.server_s) * 1e6,
+        echo_cpu_us=median(echoed) * 1e6,
+        control_us=(median(both) - median(echoed)) * 1e6,
+        quiet_us=(min(both) - min(echoed)) * 1e6,
     )
 
 
@@ -203,6 +210,7 @@ class InProcess:
 
 def stage_by_stage(checkpoint: Path, repeats: int) -> dict[str, float]:
     """Return the median CPU us of each stage of a push alone; names begin with their end."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     model = load_model(checkpoint, Settings(), lambda *_: None)
     ends = InProcess(model)
     taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -274,13 +282,13 @@ def print_control(found: dict[str, Any]) -> None:
     print(f"\ncontrol of {NUM_SEGMENTS} one-token segments, us (CPU unless said otherwise)")
     print(
         f"{'':<16}{'wall p50':>10}{'echo wall':>10}{'client':>8}{'server':>8}{'echo':>8}"
-        f"{'control':>9}"
+        f"{'control':>9}{'quiet':>8}"
     )
     for row in found["end_to_end"]:
         print(
             f"{row.transport + ', ' + row.output:<16}{row.step_wall_us:>10.0f}"
             f"{row.echo_wall_us:>10.0f}{row.client_cpu_us:>8.0f}{row.server_cpu_us:>8.0f}"
-            f"{row.echo_cpu_us:>8.0f}{row.control_us:>9.0f}"
+            f"{row.echo_cpu_us:>8.0f}{row.control_us:>9.0f}{row.quiet_us:>8.0f}"
         )
     print(f"\n{'stages of a push alone, in one process':<44}{'CPU us':>8}")
     for name, us in found["stages_us"].items():
@@ -291,4 +299,4 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="engram-bench-") as name:
-        print_control(control(Path(name), 300))
+        print_control(control(Path(name), 600))

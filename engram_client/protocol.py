@@ -434,8 +434,11 @@ def _record_step(batch: Batch, answer: Answer, truncate: bool) -> None:
         expected = end if truncate else max(state.length, end)
         if length != expected:
             raise BadAnswer(f"session {state.session_id}: expected length {expected}, got {length}")
-        mask = None if batch.mask is None else batch.mask[stop - count : stop]
-        _record(state, position, batch.token_ids[stop - count : stop], mask, truncate)
+        own = slice(stop - count, stop)
+        mask = None if batch.mask is None else batch.mask[own]
+        state.history.write(position, batch.token_ids[own], mask)
+        if truncate:
+            state.history.cut(end)
         state.epoch = epoch
 
 
