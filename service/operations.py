@@ -201,6 +201,24 @@ METRICS = Operation(
     scopes=(),
     headers=(),
 )
+
+
+def _page(name: str, path: str, summary: str, media: str) -> Operation:
+    return Operation(
+        name=name,
+        method="GET",
+        path=path,
+        summary=summary,
+        answers={200: Answer("a static file", media)},
+        refusals=_FRONT,
+        scopes=(),
+        headers=(),
+    )
+
+
+PAGE = _page("page", "/", "The status page; what it shows it asks for itself", "text/html")
+PAGE_SCRIPT = _page("page_script", "/status_page.js", "Its script", "text/javascript")
+PAGE_STYLE = _page("page_style", "/status_page.css", "Its style sheet", "text/css")
 INFO = Operation(
     name="info",
     method="GET",
@@ -396,6 +414,9 @@ OPERATIONS: tuple[Operation, ...] = (
     READY,
     HEALTH,
     METRICS,
+    PAGE,
+    PAGE_SCRIPT,
+    PAGE_STYLE,
     INFO,
     WEIGHTS,
     OPEN,

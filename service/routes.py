@@ -27,7 +27,7 @@ from engram_core.engine_types import (
     StepRequest,
 )
 from engram_core.errors import BadTensor, SchemaError, StepRefused, TooManyTokens
-from service import operations, schemas, steps, strict
+from service import operations, schemas, status_page, steps, strict
 from service.calls import BufferAnswer, Call, Handler, check_layer
 from service.info import describe
 from service.metrics import CONTENT_TYPE
@@ -173,6 +173,9 @@ HANDLERS: Mapping[Operation, Handler] = {
     operations.READY: ready,
     operations.HEALTH: ready,
     operations.METRICS: metrics,
+    operations.PAGE: status_page.page,
+    operations.PAGE_SCRIPT: status_page.script,
+    operations.PAGE_STYLE: status_page.style,
     operations.INFO: info,
     operations.WEIGHTS: weights,
     operations.OPEN: open_session,
@@ -247,7 +250,9 @@ async def _read(call: Call, model: Model, request: StepRequest) -> Response:
 
 async def _run(call: Call, model: Model, request: StepRequest) -> StepAnswer:
     """Let the engine work, off the event loop."""
-    answer = await asyncio.wrap_future(model.engine.step(call.tenant, request))
+    future = model.engine.step(call.tenant, request)
+    # What is answered already (output none) costs no turn of the loop.
+    answer = future.result() if future.done() else await asyncio.wrap_future(future)
     call.stages.update(answer.stages)
     return answer
 
