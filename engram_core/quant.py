@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,6 +22,15 @@ QUANT_GROUP = 32
 
 ROW264 = "E4M3_E8M0_32"
 """Rows of FP8 checkpoints: head_dim e4m3 codes, then head_dim / 32 e8m0 scales."""
+
+ROW288 = "E4M3_F32_32"
+"""The same with scales in float32: head_dim codes, then head_dim / 32 floats."""
+
+BLOCK33 = "E8M0_E4M3_32"
+"""Groups of an e8m0 scale and its 32 e4m3 codes, one after the other (layout G)."""
+
+_BLOCK33_TYPE = 64
+"""Its GGUF type: a number of ds4's own, above every number ggml has given out."""
 
 AMAX_FLOOR = 1e-4
 """Smallest group maximum the official model assumes when it quantises the input of wkv."""
@@ -108,12 +118,10 @@ def e8m0_to_f32(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.take(_E8M0, codes)
 
 
-def dequantize_fp8_matrix(
-    codes: NDArray[np.uint8], scales: NDArray[np.uint8]
-) -> NDArray[np.float32]:
+def dequantize_fp8_matrix(codes: NDArray[np.uint8], scales: NDArray[Any]) -> NDArray[np.float32]:
     """Decode a weight with one scale for each 32x32 block.
 
-    codes: uint8 [n, k] e4m3; scales: uint8 [ceil(n/32), ceil(k/32)] e8m0
+    codes: uint8 [n, k] e4m3; scales: uint8 (e8m0) or float32 [ceil(n/32), ceil(k/32)]
     Returns: float32 [n, k]
 
     Raises: BadTensor.
@@ -125,7 +133,8 @@ def dequantize_fp8_matrix(
             expected=list(want),
             got=list(scales.shape),
         )
-    by_row = np.repeat(e8m0_to_f32(scales), QUANT_GROUP, axis=1)[:, : codes.shape[1]]
+    factors = e8m0_to_f32(scales) if scales.dtype == np.uint8 else scales
+    by_row = np.repeat(factors, QUANT_GROUP, axis=1)[:, : codes.shape[1]]
     values = e4m3_to_f32(codes)
     for group, scale in enumerate(by_row):
         with np.errstate(all="ignore"):
@@ -178,6 +187,21 @@ def _decode_row264(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     return values
 
 
+def _decode_row288(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    num_groups = rows.shape[1] // (QUANT_GROUP + 4)
+    codes, scales = rows[:, : num_groups * QUANT_GROUP], rows[:, num_groups * QUANT_GROUP :]
+    values = e4m3_to_f32(codes).reshape(len(rows), num_groups, QUANT_GROUP)
+    values *= np.ascontiguousarray(scales).view("<f4")[:, :, None]
+    return values
+
+
+def _decode_block33(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    groups = rows.reshape(-1, QUANT_GROUP + 1)
+    values = e4m3_to_f32(groups[:, 1:])
+    values *= e8m0_to_f32(groups[:, :1])
+    return values
+
+
 def _decode_blocks(name: str, block_bytes: int) -> _Decode:
     """Decode with the `gguf` package, whole arrays at a time (its own entry takes 16 rows)."""
     quant = getattr(gguf.quants, name)
@@ -203,6 +227,8 @@ def _formats() -> list[RowFormat]:
         RowFormat("F16", 1, 1, 2, _decode_float("<f2")),
         RowFormat("BF16", 30, 1, 2, _decode_bf16),
         RowFormat(ROW264, None, QUANT_GROUP, QUANT_GROUP + 1, _decode_row264),
+        RowFormat(ROW288, None, QUANT_GROUP, QUANT_GROUP + 4, _decode_row288),
+        RowFormat(BLOCK33, _BLOCK33_TYPE, QUANT_GROUP, QUANT_GROUP + 1, _decode_block33),
     ]
     packed = []
     for name in _GGUF_BLOCKS:

@@ -152,7 +152,10 @@ def verify(
     placement: Annotated[str, typer.Option(help="auto, device, host or disk")] = "auto",
     seed: Annotated[int, typer.Option(help="of what is sampled")] = 0,
 ) -> None:
-    """Compare sampled rows, hashes, kv and residuals with the plain way; exit 1 if they differ."""
+    """Compare sampled rows, hashes, kv and residuals with the plain way; exit 1 if they differ.
+
+    A file that `engram extract` wrote is hashed whole and compared with its manifest.
+    """
     from engram_core.tools.verify import verify as verify_checkpoint
 
     with progress_bars() as report:
@@ -172,8 +175,76 @@ def verify(
                 str(check.outside),
             )
         _console().print(table)
+        if found.manifest is not None:
+            bad = ", ".join(map(str, found.manifest.bad)) or "none"
+            print(f"manifest: {found.manifest.num_pieces} pieces hashed; that differ: {bad}")
         print(f"{'ok' if found.ok else 'NOT OK'}: {found.backend}, table {found.identity}")
     raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def extract(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="any checkpoint")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a GGUF file; must not be there")],
+    quant: Annotated[
+        str | None, typer.Option(help="type of the tables: FP8, BF16, Q8_0, Q2_K, Q3_K, Q4_K")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write tables, wkv, q, k and the hash's constants into one self-contained GGUF file."""
+    from engram_core.tools.extract import extract as extract_checkpoint
+
+    with progress_bars() as report:
+        made = extract_checkpoint(source, out, quant=quant, progress=report)
+    if as_json:
+        _print_json(made.as_json())
+        return
+    rate = made.source_bytes / max(made.seconds, 1e-9) / 1e9
+    print(f"{made.path}: {made.num_bytes:,} bytes, table {made.identity}")
+    print(f"{made.source_bytes:,} bytes read in {made.seconds:.1f} s, {rate:.2f} GB/s")
+    for error in made.errors:
+        print(
+            f"layer {error.layer_id}: {error.source} -> {error.target}, RMS error {error.rms:.4g} "
+            f"({error.relative:.3%} of the values' RMS)"
+        )
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another one of the same model")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to look at")],
+    png: Annotated[Path | None, typer.Option("--png", metavar="OUT", help="plot into OUT")] = None,
+    as_json: AsJson = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json [beside A or B, or installed]")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="of the text", min=1)] = 1024,
+) -> None:
+    """Say how far B is from A on a text: rows, kv, gate and residual update, by n-gram order."""
+    from engram_core.tools.compare import compare as compare_checkpoints
+    from engram_core.tools.compare import order_name
+    from engram_core.tools.plot import plot, require_plot
+
+    if png is not None:
+        require_plot()
+    content = text.read_text(encoding="utf-8")
+    with progress_bars() as report:
+        found = compare_checkpoints(
+            a, b, content, tokenizer=tokenizer, max_tokens=max_tokens, progress=report
+        )
+    if png is not None:
+        plot(found, png)
+    if as_json:
+        _print_json(found.as_json())
+        return
+    print(f"B ({found.b}) against A ({found.a}), {found.num_tokens:,} tokens")
+    table = Table("layer", "rows of B", "rows", "kv", "gate (RMS difference)", "residual update")
+    for distance in found.distances:
+        figures = (distance.rows, distance.kv, distance.gate, distance.update)
+        values = (f"{figure:.4g}" for figure in figures)
+        table.add_row(str(distance.layer_id), order_name(distance.order), *values)
+    _console().print(table)
 
 
 @app.command()

@@ -59,11 +59,16 @@ class _PlainLines:
 
     def __init__(self) -> None:
         self._next = time.monotonic() + QUICK_S
+        self._begun: dict[str, tuple[float, int]] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
+        since, before = self._begun.setdefault(stage, (now, done))
         if now < self._next:
             return
         self._next = now + QUICK_S
         share = f" {100 * done // total} %" if total else ""
-        print(f"{stage}{share}", file=sys.stderr, flush=True)
+        rate = (done - before) / (now - since) if now > since else 0.0
+        speed = f", {rate / 2**20:,.0f} MiB/s" if rate else ""
+        left = f", {(total - done) / rate:,.0f} s left" if rate and total else ""
+        print(f"{stage}{share}{speed}{left}", file=sys.stderr, flush=True)

@@ -52,7 +52,8 @@ def read_matrix_rows(
     with RegularFile(source.scale.path) as scale_file:
         num_blocks = last_block - first_block + 1
         scales = _read_bytes(scale_file, source.scale, first_block, num_blocks)
-    return dequantize_fp8_matrix(codes, scales)
+    is_float = source.scale.type == "F32"
+    return dequantize_fp8_matrix(codes, scales.view("<f4") if is_float else scales)
 
 
 def read_stored_rows(table: TableSource, row_ids: Sequence[int]) -> NDArray[np.uint8]:

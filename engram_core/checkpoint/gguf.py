@@ -17,10 +17,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.files import Cursor, RegularFile, refusal, shown
+from engram_core.quant import BLOCK33, row_format
 
-_MAX_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 32 << 20
 _MAX_KEYS = 65_536
-_MAX_TENSORS = 131_072
+_MAX_TENSORS = 32_768
 _MAX_NAME_BYTES = 1_024
 _MAX_KEPT_STRING = 4_096
 _MAX_KEPT_ELEMENTS = 1 << 22
@@ -32,6 +33,9 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1"}
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+
+
+_BLOCK33 = row_format(BLOCK33)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class GgufTensor:
 
     @property
     def type_name(self) -> str:
-        """The ggml name of the type, or its number."""
+        """The ggml name of the type (or ours), or its number."""
+        if self.type_id == _BLOCK33.type_id:
+            return _BLOCK33.name
         try:
             return GGMLQuantizationType(self.type_id).name
         except ValueError:
@@ -65,10 +71,10 @@ class GgufTensor:
     @property
     def num_bytes(self) -> int | None:
         """Bytes of the data; None for a type that is not known."""
-        try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.type_id)]
-        except (ValueError, KeyError):
+        packed = _block(self.type_id)
+        if packed is None:
             return None
+        block, block_bytes = packed
         elements = 1
         for length in self.shape:
             elements *= length
@@ -216,14 +222,22 @@ def _check_shape(tensor: GgufTensor) -> None:
         where = f"tensor {shown(tensor.name)}"
         expected = f"1 to {_MAX_ELEMENTS} elements"
         raise refusal(tensor.path, where, expected=expected, got=list(tensor.shape))
-    try:
-        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
-    except (ValueError, KeyError):
-        return  # refused by whoever wants to read it
-    if tensor.shape[-1] % block:
+    packed = _block(tensor.type_id)
+    # A type that is not known is refused by whoever wants to read it.
+    if packed is not None and tensor.shape[-1] % packed[0]:
         where = f"tensor {shown(tensor.name)}"
-        expected = f"rows of a multiple of {block} values for {tensor.type_name}"
+        expected = f"rows of a multiple of {packed[0]} values for {tensor.type_name}"
         raise refusal(tensor.path, where, expected=expected, got=tensor.shape[-1])
+
+
+def _block(type_id: int) -> tuple[int, int] | None:
+    """Values and bytes of a type's packed unit; None for a type that is not known."""
+    if type_id == _BLOCK33.type_id:
+        return _BLOCK33.block_values, _BLOCK33.block_bytes
+    try:
+        return GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+    except (ValueError, KeyError):
+        return None
 
 
 def _alignment(path: Path, metadata: dict[str, Value]) -> int:

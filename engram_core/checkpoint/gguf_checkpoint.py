@@ -11,23 +11,26 @@ from engram_core.checkpoint.assemble import (
     finish,
     geometry_from,
 )
-from engram_core.checkpoint.files import refusal, shown
+from engram_core.checkpoint.files import naming, refusal, shown
 from engram_core.checkpoint.gguf import GgufTensor
 from engram_core.checkpoint.gguf_constants import GgufConstants, read_constants
 from engram_core.checkpoint.gguf_split import GgufSet, read_gguf_set
 from engram_core.checkpoint.layouts import (
     GGUF_CONSTANT,
     GGUF_KEYS,
+    GGUF_MANIFEST,
     GGUF_TENSOR,
     GGUF_TENSORS,
+    SAFETENSORS_TENSOR,
+    SAFETENSORS_TENSORS,
     nearest,
 )
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource, TensorSource
 from engram_core.errors import CheckpointError
 from engram_core.geometry import Geometry
-from engram_core.quant import QUANT_GROUP, ROW264, RowFormat, row_format_of_type
+from engram_core.quant import QUANT_GROUP, ROW264, RowFormat, row_format, row_format_of_type
 
-_I8 = 24
+_I8, _F32 = 24, 0
 
 _Roles = Mapping[str, GgufTensor]
 
@@ -51,33 +54,49 @@ def open_gguf(path: Path) -> Checkpoint:
         LayerSource(
             layer_id=layer_id,
             table=_table(roles[layer_id], geometry.table_rows[index], read, geometry.head_dim),
-            wkv=_dense(roles[layer_id]["wkv"], geometry.out_features, geometry.in_features),
+            wkv=_wkv(roles[layer_id], geometry.out_features, geometry.in_features),
             q=_dense(roles[layer_id]["q"], geometry.hc_mult, geometry.dim),
             k=_dense(roles[layer_id]["k"], geometry.hc_mult, geometry.dim),
         )
         for index, layer_id in enumerate(layer_ids)
     )
-    return finish(path, "gguf", read.layout, read.constants, geometry, layers)
+    checkpoint = finish(path, "gguf", read.layout, read.constants, geometry, layers)
+    if read.identity not in (None, checkpoint.identity):
+        expected, got = checkpoint.identity, shown(read.identity)
+        advice = "the file was changed after it was written: extract it again"
+        raise refusal(files.path, "key 'identity'", expected=expected, got=got, advice=advice)
+    return checkpoint
 
 
 def _engram_tensors(files: GgufSet) -> dict[int, dict[str, GgufTensor]]:
     """Sort the Engram tensors by layer and role; one that fits nowhere is refused."""
     roles: dict[int, dict[str, GgufTensor]] = {}
     for name, tensor in files.tensors.items():
-        constant, match = GGUF_CONSTANT.fullmatch(name), GGUF_TENSOR.fullmatch(name)
-        if "engram" not in name or (constant and constant[1] in GGUF_KEYS):
+        constant = GGUF_CONSTANT.fullmatch(name)
+        is_constant = constant is not None and constant[1] in GGUF_KEYS
+        if "engram" not in name or is_constant or name == GGUF_MANIFEST:
             continue
-        where = f"tensor {shown(name)}"
-        if match is None or match[2] not in GGUF_TENSORS:
-            advice = nearest(match[2] if match else name, GGUF_TENSORS)
-            expected = "an Engram tensor with a known name"
-            raise refusal(tensor.path, where, expected=expected, got=shown(name), advice=advice)
-        layer, role = roles.setdefault(int(match[1]), {}), GGUF_TENSORS[match[2]]
+        layer_id, role = _role(tensor)
+        layer, where = roles.setdefault(layer_id, {}), f"tensor {shown(name)}"
         if role in layer:
             got = f"a second one beside {shown(layer[role].name)}"
             raise refusal(tensor.path, where, expected=f"one {role}", got=got)
         layer[role] = tensor
     return roles
+
+
+def _role(tensor: GgufTensor) -> tuple[int, str]:
+    """Look up layer and role by name: GGUF's, or the official ones (G)."""
+    stems: Mapping[str, str] = GGUF_TENSORS
+    match = GGUF_TENSOR.fullmatch(tensor.name)
+    if match is None:
+        match, stems = SAFETENSORS_TENSOR.fullmatch(tensor.name), SAFETENSORS_TENSORS
+    if match is None or match[2] not in stems:
+        name = tensor.name
+        advice = nearest(match[2] if match else name, stems if match else GGUF_TENSORS)
+        where, expected = f"tensor {shown(name)}", "an Engram tensor with a known name"
+        raise refusal(tensor.path, where, expected=expected, got=shown(name), advice=advice)
+    return int(match[1]), stems[match[2]]
 
 
 def _check_said_rows(path: Path, read: GgufConstants, geometry: Geometry) -> None:
@@ -89,10 +108,14 @@ def _check_said_rows(path: Path, read: GgufConstants, geometry: Geometry) -> Non
 def _table(roles: _Roles, num_rows: int, read: GgufConstants, head_dim: int) -> TableSource:
     """Find out how the rows are stored: by type, packed FP8 rows (B), or codes and scales (C)."""
     table, scale = roles["table"], roles.get("table_scale")
-    packed = table.type_id == _I8 and read.encoding == ROW264 and scale is None
+    packed = table.type_id == _I8 and read.encoding is not None and scale is None
     split = table.type_id == _I8 and read.encoding is None and scale is not None
+    encoding = ROW264
     if packed:
-        width = head_dim + head_dim // QUANT_GROUP
+        assert read.encoding is not None
+        encoding = read.encoding
+        with naming(table.path):
+            width = row_format(encoding).row_bytes(head_dim)
         expect_shape(table, num_rows, width)
         parts: tuple[Part, ...] = (Part(table.path, table.offset, width),)
     elif split:
@@ -104,7 +127,7 @@ def _table(roles: _Roles, num_rows: int, read: GgufConstants, head_dim: int) -> 
         parts = (codes, Part(scale.path, scale.offset, head_dim // QUANT_GROUP))
     else:
         return _plain_table(table, scale, num_rows, head_dim)
-    return TableSource(ROW264, num_rows, sum(part.row_bytes for part in parts), parts)
+    return TableSource(encoding, num_rows, sum(part.row_bytes for part in parts), parts)
 
 
 def _plain_table(
@@ -125,6 +148,26 @@ def _expect_bytes(tensor: GgufTensor) -> None:
     if tensor.type_id != _I8:
         where = f"tensor {shown(tensor.name)}"
         raise refusal(tensor.path, where, expected="type I8", got=tensor.type_name)
+
+
+def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
+    """Read wkv as one tensor, or as FP8 codes and a scale for each 32 x 32 block (`extract`)."""
+    wkv, scale = roles["wkv"], roles.get("wkv_scale")
+    if scale is None:
+        return _dense(wkv, num_rows, num_columns)
+    _expect_bytes(wkv)
+    expect_shape(wkv, num_rows, num_columns)
+    shape = (-(-num_rows // QUANT_GROUP), -(-num_columns // QUANT_GROUP))
+    expect_shape(scale, *shape)
+    if scale.type_id not in (_I8, _F32):
+        where = f"tensor {shown(scale.name)}"
+        raise refusal(scale.path, where, expected="type I8 or F32", got=scale.type_name)
+    kind, width = ("F32", 4) if scale.type_id == _F32 else ("F8_E8M0", 1)
+    num_bytes = shape[0] * shape[1] * width
+    scales = TensorSource(scale.name, scale.path, scale.offset, num_bytes, shape, kind)
+    size = num_rows * num_columns
+    shape = (num_rows, num_columns)
+    return TensorSource(wkv.name, wkv.path, wkv.offset, size, shape, "F8_E4M3", scales)
 
 
 def _dense(tensor: GgufTensor, num_rows: int, num_columns: int) -> TensorSource:

@@ -20,15 +20,17 @@ from engram_core.checkpoint.layouts import (
     GGUF_CONSTANT,
     GGUF_KEYS,
     GGUF_PREFIXES,
+    GGUF_UNUSED,
     ROW_ENCODINGS,
     gguf_layout,
     nearest,
 )
 from engram_core.geometry import EngramHashTables
 from engram_core.hash_constants import derive_multipliers, smallest_primes
-from engram_core.quant import QUANT_GROUP
+from engram_core.quant import row_format
 from engram_core.token_map import token_map_from_tokenizer
 
+_TEXTS = ("encoding", "identity")
 _ARRAYS = ("layer_ids", "multipliers", "primes", "offsets", "token_map", "table_rows")
 _INTEGER_TENSORS = {26: "<i4", 27: "<i8"}
 _MAX_CONSTANT_BYTES = 64 << 20
@@ -42,13 +44,14 @@ _Values = dict[str, Any]
 class GgufConstants:
     """constants, whose spelling they are in, and the row format of I8 tables if one is named.
 
-    table_rows: what the file says of its tables' sizes, None where it is silent
+    table_rows, identity: what the file says of its tables, None where it is silent
     """
 
     constants: Constants
     layout: str
     encoding: str | None
     table_rows: tuple[int, ...] | None
+    identity: str | None
 
 
 def read_constants(files: GgufSet, table_width: int | None) -> GgufConstants:
@@ -60,7 +63,8 @@ def read_constants(files: GgufSet, table_width: int | None) -> GgufConstants:
     Raises: CheckpointError naming every key that is missing, or the first that is wrong.
     """
     prefix, spelled = _engram_keys(files)
-    values = _by_meaning(files.path, prefix, spelled) | _constant_tensors(files)
+    values = _by_meaning(files.path, prefix, spelled)
+    _add_constant_tensors(files, values)
     encoding = _encoding(files.path, values)
     eps = _eps(files)
     config_path = files.path.with_name("config.json")
@@ -71,8 +75,7 @@ def read_constants(files: GgufSet, table_width: int | None) -> GgufConstants:
     _read_token_map_beside(files.path, values)
     _count_from_lengths(values)
     if table_width is not None:
-        packed = table_width * QUANT_GROUP // (QUANT_GROUP + 1)
-        values.setdefault("head_dim", packed if encoding else table_width)
+        values.setdefault("head_dim", _values_of(table_width, encoding))
     _require(files, values, eps)
     assert eps is not None
     tables = _hash_tables(files.path, values)
@@ -84,27 +87,46 @@ def read_constants(files: GgufSet, table_width: int | None) -> GgufConstants:
             eps=eps,
             dim=config.dim if config else None,
             hc_mult=config.hc_mult if config else None,
-            image_token_id=config.image_token_id if config else None,
+            image_token_id=_image_token_id(values, config),
         ),
         layout=gguf_layout(spelled),
         encoding=encoding,
         table_rows=None if rows is None else tuple(int(count) for count in rows),
+        identity=values.get("identity"),
     )
+
+
+def _values_of(table_width: int, encoding: str | None) -> int:
+    """Values of a row, from its width: packed rows are as wide as their bytes."""
+    if encoding is None:
+        return table_width
+    form = row_format(encoding)
+    return table_width * form.block_values // form.block_bytes
+
+
+def _image_token_id(values: _Values, config: Config | None) -> int | None:
+    said: int | None = values.get("image_token_id")
+    return config.image_token_id if said is None and config is not None else said
 
 
 def _engram_keys(files: GgufSet) -> tuple[str, dict[str, Value]]:
     """Find the prefix, and the keys behind it as they are spelled."""
     arch = files.metadata.get("general.architecture")
     prefixes = dict.fromkeys(prefix.format(arch=arch) for prefix in GGUF_PREFIXES)
-    keys = [key for key in files.metadata if "engram" in key]
+    of_the_gate = [form.format(arch=arch) for form in EPS_KEYS]
+    keys = [key for key in files.metadata if "engram" in key and key not in of_the_gate]
     used = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)]
     if len(used) != 1:
         expected = " or ".join(f"{prefix}*" for prefix in prefixes)
         got = f"keys under {' and '.join(used)}" if used else "no Engram key"
+        if keys and not used:
+            got = f"{shown(keys[0])}, spelled in no known way"
         raise refusal(files.path, "keys", expected=expected, got=got)
     spelled = {}
     for key in keys:
         name = key.removeprefix(used[0])
+        if name in GGUF_UNUSED:
+            continue
         if not key.startswith(used[0]) or name not in GGUF_KEYS:
             where, advice = f"key {shown(key)}", nearest(name, GGUF_KEYS)
             raise refusal(files.path, where, expected="a known key", got=name, advice=advice)
@@ -123,7 +145,9 @@ def _by_meaning(path: Path, prefix: str, spelled: Mapping[str, Value]) -> _Value
 
 
 def _checked(path: Path, where: str, meaning: str, value: Value) -> object:
-    if meaning == "encoding":
+    if meaning in _TEXTS:
+        if not isinstance(value, str):
+            raise refusal(path, where, expected="a string", got=_described(value))
         return value
     if meaning in _ARRAYS:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
@@ -141,14 +165,17 @@ def _described(value: Value) -> str:
     return shown(value)
 
 
-def _constant_tensors(files: GgufSet) -> _Values:
+def _add_constant_tensors(files: GgufSet, values: _Values) -> None:
     """Read constants that are kept as tensors (G)."""
-    values: _Values = {}
     for name, tensor in files.tensors.items():
         match = GGUF_CONSTANT.fullmatch(name)
-        if match and match[1] in GGUF_KEYS:
-            values[GGUF_KEYS[match[1]]] = _read_integers(tensor)
-    return values
+        meaning = GGUF_KEYS.get(match[1]) if match else None
+        if meaning not in _ARRAYS:
+            continue  # what is no constant is refused with the other tensors
+        if meaning in values:
+            where = f"tensor {shown(name)}"
+            raise refusal(tensor.path, where, expected="one spelling", got=f"a second {meaning}")
+        values[meaning] = _read_integers(tensor)
 
 
 def _read_integers(tensor: GgufTensor) -> NDArray[Any]:
@@ -240,6 +267,10 @@ def _require(files: GgufSet, values: _Values, eps: float | None) -> None:
     if len(values["layer_ids"]) > _MAX_LAYERS:
         got = len(values["layer_ids"])
         raise refusal(files.path, "layer_ids", expected=f"at most {_MAX_LAYERS}", got=got)
+    orders = values["max_ngram_size"] - 1
+    if values.get("num_orders", orders) != orders:
+        got = values["num_orders"]
+        raise refusal(files.path, "key 'ngram_count'", expected=orders, got=got)
 
 
 def _hash_tables(path: Path, values: _Values) -> EngramHashTables:

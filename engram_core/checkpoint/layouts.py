@@ -9,7 +9,12 @@ import re
 from collections.abc import Collection
 from difflib import get_close_matches
 
-GGUF_PREFIXES = ("{arch}.engram.", "deepseek41.engram.", "deepseek4.engram.")
+GGUF_PREFIXES = (
+    "{arch}.engram.",
+    "deepseek41.engram.",
+    "deepseek4.engram.",
+    "deepseek4-engram.",  # G: side files of an architecture of their own
+)
 """Where the keys stand. `{arch}` is `general.architecture`."""
 
 EPS_KEYS = ("{arch}.attention.layer_norm_rms_epsilon", "{arch}.rms_norm_eps")
@@ -44,8 +49,24 @@ GGUF_KEYS = {
     "row_counts": "table_rows",  # G
     "vocab_size": "base_size",  # F, G
     "encoding": "encoding",  # B
+    "ngram_count": "num_orders",  # G
+    "identity": "identity",  # written by `engram extract`, as are the next two
+    "image_token_id": "image_token_id",
+    "manifest_bytes": "manifest_bytes",
 }
 """Key behind the prefix -> what it means."""
+
+GGUF_UNUSED = (
+    "checkpoint_variant",  # G, as are the next three
+    "language.block_count",
+    "language.embedding_length",
+    "language.vocab_size",
+    "hash_contract_sha256",  # of a fork: a digest over what only its converter knows
+)
+"""Keys that say nothing a table's rows depend on."""
+
+EXTRACT_KEYS = ("identity", "image_token_id", "manifest_bytes", "encoding")
+"""What `engram extract` adds to the keys of A."""
 
 GGUF_LAYOUTS = {
     "A": "layer_ids head_count key_length max_ngram_size multipliers primes offsets token_map "
@@ -59,6 +80,8 @@ GGUF_LAYOUTS = {
     "num_embeddings primes offsets multipliers token_map",
     "F": "head_count key_length max_ngram_size layer_ids vocab_size pad_token_id "
     "compressed_vocab_size token_map hash_multipliers",
+    "G": "layers row_counts max_ngram_size ngram_count head_count head_dim vocab_size "
+    "compressed_vocab_size pad_token_id compressed_pad_id",
 }
 """Letter -> the keys its converter writes; only for the name that `inspect` shows."""
 
@@ -68,6 +91,7 @@ GGUF_TENSORS = {
     "engram_embed": "table",  # E
     "engram_embd_scale": "table_scale",  # C
     "engram_wkv": "wkv",  # A, D, E, F
+    "engram_wkv_scale": "wkv_scale",  # `engram extract`, of an FP8 wkv
     "engram_kv": "wkv",  # B, C
     "engram_q": "q",  # A, D, E, F
     "engram_q_norm": "q",  # B
@@ -81,8 +105,14 @@ GGUF_TENSORS = {
 GGUF_CONSTANT = re.compile(r"engram\.(\w+)")
 """Hash constants kept as tensors (G); the name behind the dot is one of GGUF_KEYS."""
 
-ROW_ENCODINGS = {"e4m3_e8m0_32_row264": "E4M3_E8M0_32"}
-"""Value of `encoding` (B) -> the row format of the I8 table."""
+GGUF_MANIFEST = "engram.manifest"
+"""I8 [32, n]: SHA-256 of each piece of the file before it (`engram extract`)."""
+
+ROW_ENCODINGS = {
+    "e4m3_e8m0_32_row264": "E4M3_E8M0_32",  # B
+    "e4m3_f32_32_row288": "E4M3_F32_32",  # `engram extract`, of float32 scales
+}
+"""Value of `encoding` -> the row format of the I8 table."""
 
 SAFETENSORS_TENSOR = re.compile(r"(?:model\.)?layers\.(\d{1,6})\.engram\.([\w.]+)")
 SAFETENSORS_TENSORS = {
@@ -98,7 +128,7 @@ SAFETENSORS_TENSORS = {
     "q_weight": "q",
     "k_weight": "k",
 }
-"""Official names, and the renames of inference engines."""
+"""Official names, and the renames of inference engines. GGUF layout G uses them too."""
 
 CONFIG_KEYS = {
     "layer_ids": ("engram_layer_ids",),
@@ -119,6 +149,8 @@ CONFIG_KEYS = {
 
 def gguf_layout(keys: Collection[str]) -> str:
     """Name the layout whose keys these are, for people."""
+    if "manifest_bytes" in keys:
+        return "GGUF A, extracted"
     for letter, known in GGUF_LAYOUTS.items():
         if sorted(known.split()) == sorted(keys):
             return f"GGUF {letter}"

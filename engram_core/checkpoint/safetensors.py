@@ -17,6 +17,8 @@ from engram_core.checkpoint.files import RegularFile, refusal, shown
 
 MAX_JSON_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 16 << 20
+_MAX_ASCII_FREE_BYTES = 4 << 20
+_MAX_VALUES = 1 << 20
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 1 << 48
 
@@ -73,7 +75,17 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def parse_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
-    """Parse a JSON object strictly: no duplicate keys, no NaN, bounded nesting and integers."""
+    """Parse a JSON object strictly: no duplicate keys, no NaN, bounded nesting and integers.
+
+    What it may become in memory is bounded before it is parsed: 16 MiB of `{},{},` are 400 MB of
+    objects, and one character above U+FFFF makes a text of four bytes a character.
+    """
+    num_values = sum(raw.count(mark) for mark in (b"{", b"[", b","))
+    if num_values > _MAX_VALUES:
+        raise refusal(path, what, expected=f"at most {_MAX_VALUES} values", got=num_values)
+    if len(raw) > _MAX_ASCII_FREE_BYTES and not raw.isascii():
+        expected = f"ASCII above {_MAX_ASCII_FREE_BYTES} bytes"
+        raise refusal(path, what, expected=expected, got=f"{len(raw)} bytes with other characters")
     try:
         value = json.loads(
             raw.decode(), object_pairs_hook=_no_duplicates(path), parse_constant=_no_constant

@@ -21,13 +21,13 @@ from engram_core.checkpoint.layouts import (
 )
 from engram_core.checkpoint.safetensors import SafeTensor, read_json, read_safetensors
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource, TensorSource
-from engram_core.quant import QUANT_GROUP, ROW264
+from engram_core.quant import QUANT_GROUP, ROW264, ROW288
 
 INDEX_NAME = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 32 << 20
+_MAX_INDEX_BYTES = 16 << 20
 _MAX_SHARDS = 4_096
 _PLAIN = ("BF16", "F16", "F32")
-_SCALES = ("F8_E8M0", "U8")
+_SCALE_BYTES = {"F8_E8M0": 1, "U8": 1, "F32": 4}
 
 _Roles = Mapping[str, SafeTensor]
 
@@ -128,8 +128,10 @@ def _table(roles: _Roles, num_rows: int, head_dim: int) -> TableSource:
     assert scale is not None
     num_groups = head_dim // QUANT_GROUP
     expect_shape(scale, num_rows, num_groups)
-    parts = (codes, Part(scale.path, scale.offset, num_groups))
-    return TableSource(ROW264, num_rows, row_bytes + num_groups, parts)
+    scale_bytes = num_groups * _SCALE_BYTES[scale.dtype]
+    parts = (codes, Part(scale.path, scale.offset, scale_bytes))
+    encoding = ROW288 if scale.dtype == "F32" else ROW264
+    return TableSource(encoding, num_rows, row_bytes + scale_bytes, parts)
 
 
 def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
@@ -139,7 +141,7 @@ def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
         return _source(wkv)
     assert scale is not None
     expect_shape(scale, -(-num_rows // QUANT_GROUP), -(-num_columns // QUANT_GROUP))
-    return _source(wkv, _source(scale))
+    return _source(wkv, _source(scale, kind="F32" if scale.dtype == "F32" else "F8_E8M0"))
 
 
 def _plain(tensor: SafeTensor, num_rows: int, num_columns: int) -> TensorSource:
@@ -157,14 +159,16 @@ def _plain(tensor: SafeTensor, num_rows: int, num_columns: int) -> TensorSource:
     )
 
 
-def _source(tensor: SafeTensor, scale: TensorSource | None = None) -> TensorSource:
+def _source(
+    tensor: SafeTensor, scale: TensorSource | None = None, kind: str | None = None
+) -> TensorSource:
     return TensorSource(
         tensor.name,
         tensor.path,
         tensor.offset,
         tensor.num_bytes,
         tensor.shape,
-        tensor.dtype,
+        kind or tensor.dtype,
         scale,
     )
 
@@ -182,8 +186,8 @@ def _is_scaled(tensor: SafeTensor, scale: SafeTensor | None) -> bool:
         raise refusal(tensor.path, where, expected=expected, got=shown(tensor.dtype))
     if scale is None:
         raise refusal(tensor.path, where, expected="scales beside F8_E4M3", got="none")
-    if scale.dtype not in _SCALES:
+    if scale.dtype not in _SCALE_BYTES:
         where = f"tensor {shown(scale.name)}"
-        expected = f"power-of-two scales ({' or '.join(_SCALES)})"
+        expected = f"scales of type {', '.join(_SCALE_BYTES)}"
         raise refusal(scale.path, where, expected=expected, got=shown(scale.dtype))
     return True

@@ -9,6 +9,16 @@ from engram_core.geometry import EngramHashTables, Geometry
 
 
 @dataclass(frozen=True)
+class NewTensor:
+    """A tensor to be written. type: a safetensors dtype, or the name of a GGUF type."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Part:
     """A run of equally long rows in one file: row i lies at offset + i * row_bytes."""
 
@@ -34,7 +44,7 @@ class TableSource:
 class TensorSource:
     """One dense tensor, row-major. `type` is a name of `quant`, or "F8_E4M3" with its `scale`.
 
-    scale: one power of two ("F8_E8M0" codes) for each 32 x 32 block of the tensor
+    scale: one factor ("F8_E8M0" codes, or "F32") for each 32 x 32 block of the tensor
     """
 
     name: str

@@ -11,35 +11,15 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.files import refusal
-
-GgufValue = int | float | str | Sequence[str] | NDArray[np.generic]
-
-_ARRAY_TYPES = {
-    "int32": GGUFValueType.INT32,
-    "uint32": GGUFValueType.UINT32,
-    "int64": GGUFValueType.INT64,
-    "uint64": GGUFValueType.UINT64,
-}
-_ALIGNMENT = 32
-
-
-@dataclass(frozen=True)
-class NewTensor:
-    """A tensor to be written. type: a safetensors dtype, or the name of a ggml type."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    num_bytes: int
+from engram_core.checkpoint.gguf_header import GgufValue, gguf_header
+from engram_core.checkpoint.sources import NewTensor
 
 
 @contextmanager
@@ -74,25 +54,10 @@ def create_gguf(
 
     Returns: offset in the file of each tensor's data
     """
-    writer = GGUFWriter(path, arch)
-    for key, value in metadata.items():
-        kind, item_kind = _value_type(value)
-        plain = value.tolist() if isinstance(value, np.ndarray) else value
-        writer.add_key_value(key, plain, kind, item_kind)
-    for tensor in tensors:
-        raw = GGMLQuantizationType[tensor.type]
-        dtype = np.dtype(np.float32)  # not uint8: the shape is given in values, not in bytes
-        writer.add_tensor_info(tensor.name, tensor.shape, dtype, tensor.num_bytes, raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    offsets, end = {}, _aligned(path.stat().st_size)
-    for tensor in tensors:
-        offsets[tensor.name] = end
-        end = _aligned(end + tensor.num_bytes)
-    os.truncate(path, end)
-    return offsets
+    header = gguf_header(arch, metadata, tensors)
+    path.write_bytes(header.raw)
+    os.truncate(path, header.file_bytes)
+    return header.offsets
 
 
 def create_safetensors(path: Path, tensors: Sequence[NewTensor]) -> dict[str, int]:
@@ -133,23 +98,6 @@ def write_fully(file: int, offset: int, data: bytes | memoryview) -> None:
     while view:
         count = os.pwrite(file, view, offset)
         view, offset = view[count:], offset + count
-
-
-def _value_type(value: GgufValue) -> tuple[GGUFValueType, GGUFValueType | None]:
-    """Name the type of a value; the package would store Python ints of an array as INT32."""
-    if isinstance(value, np.ndarray):
-        return GGUFValueType.ARRAY, _ARRAY_TYPES[value.dtype.name]
-    if isinstance(value, str):
-        return GGUFValueType.STRING, None
-    if isinstance(value, float):
-        return GGUFValueType.FLOAT32, None
-    if isinstance(value, int):
-        return GGUFValueType.UINT32, None
-    return GGUFValueType.ARRAY, GGUFValueType.STRING
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def _sync(path: Path) -> None:

@@ -17,6 +17,8 @@ from engram_core.loader import Budget, needs_of
 from engram_core.memory import Ledger, Memory, Placement, host_available_bytes, plan
 from engram_core.quant import QUANT_GROUP, row_format, to_bf16
 
+_SAMPLED_GROUPS = 8
+
 KV_STORE_BYTES = 256 << 20
 """The kv store assumed in the ledgers (the default on a CPU)."""
 
@@ -152,7 +154,7 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
         if layer.wkv.type in ("F16", "F32"):
             warnings.append(
                 f"layer {layer.layer_id}: wkv is stored as {layer.wkv.type} and rounded to "
-                f"bfloat16 (relative RMS {_rounding_rms(layer.wkv):.2g} over its first rows)"
+                f"bfloat16 (relative RMS of that {_rounding_rms(layer.wkv):.2g}, sampled)"
             )
         bad = _sampled_not_finite(layer)
         if bad:
@@ -163,11 +165,19 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def _rounding_rms(wkv: TensorSource) -> float:
+    """Measure it over 8 groups of rows, spread evenly."""
+    last = (wkv.shape[0] - 1) // QUANT_GROUP
+    groups = sorted({i * last // (_SAMPLED_GROUPS - 1) for i in range(_SAMPLED_GROUPS)})
+    error, power = 0.0, 0.0
     with RegularFile(wkv.path) as file:
-        values = read_matrix_rows(file, wkv, 0, min(QUANT_GROUP, wkv.shape[0]))
-    error = to_bf16(values).float().numpy() - values
-    scale = float(np.sqrt(np.mean(np.square(values))))
-    return float(np.sqrt(np.mean(np.square(error)))) / scale if scale else 0.0
+        for group in groups:
+            first = group * QUANT_GROUP
+            count = min(QUANT_GROUP, wkv.shape[0] - first)
+            values = read_matrix_rows(file, wkv, first, count)
+            rounded = to_bf16(values).float().numpy()
+            error += float(np.square(rounded - values, dtype=np.float64).sum())
+            power += float(np.square(values, dtype=np.float64).sum())
+    return (error / power) ** 0.5 if power else 0.0
 
 
 def _sampled_not_finite(layer: LayerSource) -> int:

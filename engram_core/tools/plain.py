@@ -6,7 +6,8 @@ the projection and the gate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -69,9 +70,7 @@ def stored_rows(table: TableSource, row_ids: Sequence[int]) -> NDArray[np.uint8]
 
 def decoded_rows(encoding: str, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Decode stored rows and round them to bfloat16: float64 [n, values]."""
-    as_bf16 = _decoded(encoding, rows).astype(np.float32).astype(ml_dtypes.bfloat16)
-    rounded: NDArray[np.float64] = as_bf16.astype(np.float64)
-    return rounded
+    return _as_bf16(_decoded(encoding, rows))
 
 
 def decoded_wkv(wkv: TensorSource, first: int, count: int) -> NDArray[np.float64]:
@@ -80,10 +79,12 @@ def decoded_wkv(wkv: TensorSource, first: int, count: int) -> NDArray[np.float64
     if wkv.scale is None:
         return decoded_rows(wkv.type, rows)
     codes = rows.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    scales = _raw(wkv.scale, first // 32, -(-count // 32)).view(ml_dtypes.float8_e8m0fnu)
+    is_float = wkv.scale.type == "F32"
+    kind = np.dtype("<f4") if is_float else np.dtype(ml_dtypes.float8_e8m0fnu)
+    scales = _raw(wkv.scale, first // 32, -(-count // 32)).view(kind)
     blocks = np.repeat(np.repeat(scales.astype(np.float64), 32, axis=0), 32, axis=1)
     values: NDArray[np.float64] = codes * blocks[: codes.shape[0], : codes.shape[1]]
-    return values
+    return _as_bf16(values)
 
 
 def decoded_gate(q: TensorSource, k: TensorSource) -> NDArray[np.float64]:
@@ -131,16 +132,48 @@ def gate_interval(
 
 
 def _decoded(encoding: str, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
-    if encoding == "E4M3_E8M0_32":
-        num_groups = rows.shape[1] // 33
-        codes = rows[:, : num_groups * 32].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        scales = rows[:, num_groups * 32 :].copy().view(ml_dtypes.float8_e8m0fnu)
-        scaled: NDArray[np.float64] = codes * np.repeat(scales.astype(np.float64), 32, axis=1)
+    if encoding in _FP8_GROUPS:
+        codes, scales = _FP8_GROUPS[encoding](rows)
+        groups = np.repeat(scales.astype(np.float64), 32, axis=1)
+        scaled: NDArray[np.float64] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        scaled *= groups
         return scaled
     with np.errstate(all="ignore"):
         values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[encoding])
     decoded: NDArray[np.float64] = values.astype(np.float64)
     return decoded
+
+
+def _as_bf16(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    with np.errstate(all="ignore"):
+        rounded: NDArray[np.float64] = (
+            values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+        )
+    return rounded
+
+
+def _codes_then_scales(rows: NDArray[np.uint8]) -> _CodesAndScales:
+    codes = rows.shape[1] // 33 * 32
+    return rows[:, :codes].copy(), rows[:, codes:].copy().view(ml_dtypes.float8_e8m0fnu)
+
+
+def _codes_then_floats(rows: NDArray[np.uint8]) -> _CodesAndScales:
+    codes = rows.shape[1] // 36 * 32
+    return rows[:, :codes].copy(), rows[:, codes:].copy().view("<f4")
+
+
+def _scale_before_each_group(rows: NDArray[np.uint8]) -> _CodesAndScales:
+    groups = rows.reshape(len(rows), -1, 33)
+    codes = groups[:, :, 1:].reshape(len(rows), -1)
+    return codes, groups[:, :, 0].copy().view(ml_dtypes.float8_e8m0fnu)
+
+
+_CodesAndScales = tuple[NDArray[np.uint8], NDArray[Any]]
+_FP8_GROUPS: dict[str, Callable[[NDArray[np.uint8]], _CodesAndScales]] = {
+    "E4M3_E8M0_32": _codes_then_scales,
+    "E4M3_F32_32": _codes_then_floats,
+    "E8M0_E4M3_32": _scale_before_each_group,
+}
 
 
 def _gate(dot: NDArray[np.float64]) -> NDArray[np.float64]:

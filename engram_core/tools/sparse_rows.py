@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from engram_core.checkpoint.write import NewTensor
+from engram_core.checkpoint.sources import NewTensor
 from engram_core.geometry import EngramHashTables
 from engram_core.hashing import EngramHasher
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.safetensors_checkpoint import INDEX_NAME
+from engram_core.checkpoint.sources import NewTensor
 from engram_core.checkpoint.write import (
-    NewTensor,
     create_gguf,
     create_safetensors,
     write_fully,
@@ -26,6 +26,7 @@ from engram_core.errors import SchemaError
 from engram_core.geometry import EngramHashTables
 from engram_core.quant import QUANT_GROUP, ROW264, row_format
 from engram_core.token_map import token_map_from_tokenizer
+from engram_core.tools.layout_a import ARCH, tensor_name
 from engram_core.tools.presets import Preset, preset, tokenizer_json
 from engram_core.tools.sparse_rows import sparse_rows
 from engram_core.tools.synth_constants import config_json, gguf_metadata
@@ -133,19 +134,12 @@ def _plan(
 
 def _write_gguf(path: Path, job: _Job) -> int:
     layers = [
-        {
-            "table": f"blk.{layer_id}.engram_embd.weight",
-            "wkv": f"blk.{layer_id}.engram_wkv.weight",
-            "q": f"blk.{layer_id}.engram_q.weight",
-            "k": f"blk.{layer_id}.engram_k.weight",
-        }
+        {role: tensor_name(layer_id, role) for role in ("table", "wkv", "q", "k")}
         for layer_id in job.preset.layer_ids
     ]
     plans = [_layer_parts(job, index, names, small="F32") for index, names in enumerate(layers)]
     tensors = [parts.tensor for plan in plans for parts in plan]
-    offsets = create_gguf(
-        path, "deepseek41", gguf_metadata(job.preset, job.tables, job.tokenizer), tensors
-    )
+    offsets = create_gguf(path, ARCH, gguf_metadata(job.preset, job.tables, job.tokenizer), tensors)
     return sum(_fill(path, offsets, job, index, plan) for index, plan in enumerate(plans))
 
 

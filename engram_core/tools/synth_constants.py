@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from tokenizers import Tokenizer
 
-from engram_core.checkpoint.write import GgufValue
+from engram_core.checkpoint.gguf_header import GgufValue
 from engram_core.geometry import EngramHashTables
+from engram_core.tools.layout_a import layout_a_keys
 from engram_core.tools.presets import Preset
 
 
@@ -14,19 +14,7 @@ def gguf_metadata(
     sizes: Preset, tables: EngramHashTables, tokenizer: bytes
 ) -> dict[str, GgufValue]:
     """Give the keys of layout A, with the types its converter gives them."""
-    metadata: dict[str, GgufValue] = {
-        "deepseek41.embedding_length": sizes.dim,
-        "deepseek41.attention.layer_norm_rms_epsilon": sizes.eps,
-        "deepseek41.engram.layer_ids": np.array(sizes.layer_ids, np.int32),
-        "deepseek41.engram.head_count": sizes.num_heads,
-        "deepseek41.engram.key_length": sizes.head_dim,
-        "deepseek41.engram.max_ngram_size": sizes.max_ngram_size,
-        "deepseek41.engram.multipliers": tables.multipliers.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.primes": tables.primes.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.offsets": tables.offsets.reshape(-1).astype(np.uint64),
-        "deepseek41.engram.token_map": tables.token_map,
-        "deepseek41.engram.pad_id": tables.pad_id,
-    }
+    metadata = layout_a_keys(tables, head_dim=sizes.head_dim, dim=sizes.dim, eps=sizes.eps)
     if sizes.is_sparse:  # as in the real file: what a reader has to step over
         vocabulary = Tokenizer.from_buffer(tokenizer)
         ids = range(vocabulary.get_vocab_size())

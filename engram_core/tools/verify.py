@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engram_core.backends.base import Backend
 from engram_core.checkpoint import Checkpoint, open_checkpoint
+from engram_core.checkpoint.manifest import ManifestCheck, check_manifest
 from engram_core.hashing import EngramHasher
 from engram_core.loader import load
 from engram_core.tools import plain
@@ -43,15 +44,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All comparisons. `ok` when no value lies outside what NUMBERS promises."""
+    """All comparisons. `ok` when no value lies outside what NUMBERS promises, and every byte is
+    the one its manifest was made of (manifest: None for a file without one)."""
 
     identity: str
     backend: str
     checks: tuple[Check, ...]
+    manifest: ManifestCheck | None = None
 
     @property
     def ok(self) -> bool:
-        return not any(check.outside for check in self.checks)
+        intact = self.manifest is None or not self.manifest.bad
+        return intact and not any(check.outside for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
         """Give everything as JSON-ready values."""
@@ -61,6 +65,7 @@ class Verification:
             "backend": self.backend,
             "ok": self.ok,
             "checks": checks,
+            "manifest": None if self.manifest is None else vars(self.manifest),
         }
 
 
@@ -74,14 +79,19 @@ def verify(
 ) -> Verification:
     """Load a checkpoint and compare rows, hashes, kv and gated residuals with the plain way.
 
+    A file with a manifest (`extract` writes one) is read whole first, and compared with it.
+
     Raises: CheckpointError, MemoryShort.
     """
     checkpoint = open_checkpoint(path)
+    manifest = None
+    if checkpoint.format == "gguf":
+        manifest = check_manifest(checkpoint.layers[0].table.parts[0].path, progress)
     backend = load(
         checkpoint, device=device, placement=placement, num_slots=_NUM_TOKENS, progress=progress
     )
     try:
-        return verify_backend(checkpoint, backend, seed=seed)
+        return replace(verify_backend(checkpoint, backend, seed=seed), manifest=manifest)
     finally:
         backend.close()
 

@@ -9,8 +9,8 @@ import pytest
 from gguf import GGUFReader
 from safetensors import safe_open
 
+from engram_core.checkpoint.sources import NewTensor
 from engram_core.checkpoint.write import (
-    NewTensor,
     create_gguf,
     create_safetensors,
     write_rows,
