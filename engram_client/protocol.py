@@ -25,7 +25,7 @@ from engram_client.exchange import (
     push_request,
     rewind_request,
 )
-from engram_client.history import DEAD, History, flags, integers
+from engram_client.history import DEAD, History, flags, integers, masked
 from engram_client.http1 import Request, Response, Sink
 from engram_client.problems import BadAnswer, StaleEpoch, UnknownSession
 from engram_client.segments import Answer, Batch, StepSink, read_answer, step_body
@@ -84,7 +84,7 @@ class EngramProtocol(Exchange):
     ) -> Effects[SessionState]:
         """Open a session, empty or at a position with the ids before it."""
         ids = [DEAD if token is None else token for token in lookback or ()]
-        history = History(position - len(ids), np.array(ids, np.int32))
+        history = History(position - len(ids), ids)
         state = SessionState(new_session_id(), history)
 
         def take(response: Response, replica: int) -> SessionState:
@@ -409,7 +409,7 @@ def _record(
     truncate: bool,
 ) -> None:
     """Take over what the service now holds."""
-    state.history.write(position, ids, mask)
+    state.history.write(position, masked(ids, mask))
     if truncate:
         state.history.cut(position + len(ids))
 
@@ -417,7 +417,7 @@ def _record(
 def _record_step(batch: Batch, answer: Answer, truncate: bool) -> None:
     """Take over what a step pushed. Raises BadAnswer: a session has another length."""
     assert batch.token_ids is not None
-    stops = np.cumsum(batch.count).tolist()
+    ids, stops = masked(batch.token_ids, batch.mask), np.cumsum(batch.count).tolist()
     rows = zip(
         batch.states,
         batch.position.tolist(),
@@ -434,9 +434,7 @@ def _record_step(batch: Batch, answer: Answer, truncate: bool) -> None:
         expected = end if truncate else max(state.length, end)
         if length != expected:
             raise BadAnswer(f"session {state.session_id}: expected length {expected}, got {length}")
-        own = slice(stop - count, stop)
-        mask = None if batch.mask is None else batch.mask[own]
-        state.history.write(position, batch.token_ids[own], mask)
+        state.history.write(position, ids[stop - count : stop])
         if truncate:
             state.history.cut(end)
         state.epoch = epoch
