@@ -273,6 +273,37 @@ def synth(
 
 
 @app.command()
+def doctor(
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="write the JSON report to this file")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, max=180, help="about how long [20; 90 with a GPU]")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="on the disk to probe [where temporary files go]")
+    ] = None,
+) -> None:
+    """Probe this machine; the report names no host, path or serial number and can be sent on."""
+    from engram_core.tools.doctor import diagnose
+
+    with progress_bars() as report:
+        found = diagnose(seconds=seconds, folder=folder, progress=report)
+    document = found.as_json()
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    if as_json:
+        _print_json(document)
+        return
+    table = Table("what", "measured", "unit", "note")
+    for line in found.readings:
+        value = "-" if line.value is None else f"{line.value:,.4g}"
+        table.add_row(line.name, value, line.unit, line.note)
+    _console().print(table)
+    print(f"GPU: {found.device['name'] if found.device else found.why_no_device}")
+    print(*(f"note: {finding}" for finding in found.findings), sep="\n")
+
+
+@app.command()
 @with_settings
 def config(*, effective: Effective) -> None:
     """Print the settings in force and where each comes from, as TOML."""

@@ -1,4 +1,4 @@
-"""The status page: static, closed to foreign content; in a real browser it updates and fails well."""
+"""The status page: static, closed to foreign content; a real browser sees it update and fail."""
 
 from __future__ import annotations
 
