@@ -2,10 +2,11 @@
 
     python benchmarks/bench_cuda.py [--peers FOLDER] [--out FILE.json] [--rows N] [--quick]
 
-GPU time: median over CUDA-graph replays, L2 flushed before each, every graph with ids of its own,
-weights rotated over copies; the time of an empty graph is printed and not subtracted. Wall time:
-from a pinned residual to a pinned result through `CudaBackend`. FOLDER holds SGLang's
-engram_gate.py and engram_gather.py, unpacked from its wheel; without it peers are not run.
+GPU time: median over CUDA-graph replays, L2 flushed (by reading) before each, every graph with
+ids of its own, weights rotated over copies; the time of a graph of one fill is printed and not
+subtracted. Wall time: from a pinned residual to a pinned result through `CudaBackend`. FOLDER
+holds SGLang's engram_gate.py and engram_gather.py, unpacked from its wheel; without it peers are
+not run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from ctypes import byref, pointer
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +39,7 @@ from engram_core.geometry import EngramHashTables, Geometry
 
 SIZES = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 GRAPHS = 8
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 512 << 20
 Launch = Callable[[], None]
 Maker = Callable[[int], Launch]
 
@@ -77,7 +79,8 @@ class Bench:
         self.wkvs = [self.random_wkv() for _ in range(2)]
         self.qk = 1 + 0.05 * torch.randn((4, 5120), device="cuda")
         self.stream = TorchStream()
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.flush = torch.rand(FLUSH_BYTES // 4, device="cuda")
+        self.highest = torch.empty((), device="cuda")
         self.results: dict[str, dict[int, float]] = {}
         self.engram = self.make_engram()
 
@@ -118,14 +121,15 @@ class Bench:
 
     def gpu_us(self, variants: dict[str, Maker], repeats: int) -> dict[str, float]:
         """Median GPU microseconds of each variant; make(i) gives the launch of graph i."""
-        graphs = {
-            name: [capture(make(i)) for i in range(GRAPHS)] for name, make in variants.items()
-        }
+        # The launches are kept: they own the arrays that the graphs read.
+        launches = {name: [make(i) for i in range(GRAPHS)] for name, make in variants.items()}
+        graphs = {name: [capture(launch) for launch in some] for name, some in launches.items()}
         times: dict[str, list[float]] = {name: [] for name in variants}
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(repeats + 3):
             for name, replays in graphs.items():
-                self.flush.fill_(turn % 7)
+                # Read, not written: dirty lines would go to DRAM during what is timed.
+                torch.amax(self.flush, out=self.highest)
                 begin.record()
                 replays[turn % GRAPHS].replay()
                 end.record()
@@ -368,8 +372,8 @@ def kernels(bench: Bench, peers: dict[str, ModuleType], sizes: tuple[int, ...]) 
             **projections(bench, tokens),
             "layer": our_layer(bench, tokens, 8192),
         }
-        if tokens > 256:
-            variants["layer, chunks of 256"] = our_layer(bench, tokens, 256)
+        if tokens > 1024:
+            variants["layer, chunks of 1024"] = our_layer(bench, tokens, 1024)
         if peers:
             gather, gate = peers["engram_gather"], peers["engram_gate"]
             variants["peer gather fp8"] = peer_gather(bench, gather, tokens)
@@ -413,8 +417,17 @@ def wall(bench: Bench, sizes: tuple[int, ...]) -> None:
         measured["hit wall pageable"] = wall_us(partial(hit, pageable), tokens)
         measured["miss wall"] = wall_us(partial(miss, residual), tokens)
         bench.record(tokens, measured)
-    head_of_line(bench, backend)
-    backend._owned.close()
+    for chunk, spare in ((2048, 0), (2048, 8)):
+        other = CudaBackend(
+            bench.native,
+            bench.geometry,
+            bench.tables,
+            [replace(layer)],
+            16384,
+            sizes=Sizes(chunk_tokens=chunk, spare_sms=spare),
+        )
+        other.open_gemm(cublaslt_candidates())
+        head_of_line(bench, other, f"chunks of {chunk}, {spare} SMs spared")
 
 
 def wall_us(call: Callable[[int], None], tokens: int) -> float:
@@ -426,8 +439,8 @@ def wall_us(call: Callable[[int], None], tokens: int) -> float:
     return statistics.median(times[5:])
 
 
-def head_of_line(bench: Bench, backend: CudaBackend) -> None:
-    """What a one-token gate waits for while 8,192 tokens are being projected."""
+def head_of_line(bench: Bench, backend: CudaBackend, what: str) -> None:
+    """What a one-token gate waits for while 8,192 tokens are being projected, and their time."""
     windows = bench.random_windows(8192).numpy()
     slots = np.arange(8192)
     residual = backend.host_buffer(4 * 5120 * 2).view(torch.bfloat16).view(1, 4, 5120)
@@ -436,16 +449,24 @@ def head_of_line(bench: Bench, backend: CudaBackend) -> None:
     backend.project(0, hit, windows=windows[:1])
     backend.synchronize()
     alone = [gate_us(backend, hit, dead, residual) for _ in range(200)]
+    times = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        backend.project(0, slots, windows=windows)
+        backend.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
     beside: list[float] = []
-    for _ in range(12):
+    for _ in range(30):
         backend.project(0, slots, windows=windows)
         while not backend._ends[backend._sequence % len(backend._ends)].is_done():
             beside.append(gate_us(backend, hit, dead, residual))
     backend.synchronize()
     quantiles = {
-        "gate alone p50": float(np.percentile(alone, 50)),
-        "gate beside prefill p50": float(np.percentile(beside, 50)),
-        "gate beside prefill p99": float(np.percentile(beside, 99)),
+        f"{what}: prefill": statistics.median(times),
+        f"{what}: gate alone p50": float(np.percentile(alone, 50)),
+        f"{what}: gate alone p99": float(np.percentile(alone, 99)),
+        f"{what}: gate beside it p50": float(np.percentile(beside, 50)),
+        f"{what}: gate beside it p99": float(np.percentile(beside, 99)),
     }
     bench.record(8192, quantiles)
     print("gates beside prefill:", len(beside))

@@ -199,6 +199,22 @@ typedef struct {
 } engram_gate_params;
 
 engram_status engram_gate(const engram_gate_params* params);
+/* The gate from pinned to pinned host memory, and the wait for its end: pieces go up, through the
+ * gate and down on three streams, or are read and written in place. */
+typedef struct {
+  engram_gate_params gate; /* residual, out: host, pinned; slots, is_dead: host at every T */
+  int32_t is_mapped;       /* the kernel reads and writes host memory in place: no lanes */
+  int32_t num_lanes;
+  int64_t piece_tokens;        /* 1..ENGRAM_INLINE_TOKENS */
+  void* const* lanes;          /* host: [num_lanes] device buffers of a piece */
+  const engram_event* events;  /* host: [num_lanes][3] */
+  engram_stream upload, download;
+  engram_event after;          /* what the gate waits for, or NULL */
+  engram_event done;
+  int64_t timeout_ms;
+} engram_gate_host_params;
+
+engram_status engram_gate_host(const engram_gate_host_params* params);
 
 typedef struct {
   const void* kv;

@@ -27,12 +27,30 @@ ENGRAM_HD int64_t floor_mod(int64_t value, int64_t prime, uint64_t reciprocal_of
   return is_negative ? prime - 1 - static_cast<int64_t>(rest) : static_cast<int64_t>(rest);
 }
 
-ENGRAM_HD int64_t hash_row_id(const engram_hash& hash, const int32_t* window, int col) {
-  const int order = col / hash.num_heads + 2;  // how many ids of the window take part
+// id(i): the i-th id of the window, newest first. Straight-line up to kMost ids: the loads of a
+// window then wait together.
+template <int kMost, class Id>
+ENGRAM_HD uint64_t mix_window(const engram_hash& hash, Id&& id, int order) {
   uint64_t mixed = 0;
-  for (int i = 0; i < order; ++i)
-    mixed ^= static_cast<uint64_t>(static_cast<int64_t>(window[i])) *
-             static_cast<uint64_t>(hash.multipliers[i]);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int i = 0; i < kMost; ++i)
+    if (i < order)
+      mixed ^= static_cast<uint64_t>(static_cast<int64_t>(id(i))) *
+               static_cast<uint64_t>(hash.multipliers[i]);
+  return mixed;
+}
+
+template <class Id>
+ENGRAM_HD int64_t hash_row_id(const engram_hash& hash, Id&& id, int col) {
+  int order = 2;  // how many ids of the window take part; a division costs more than the loop
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
+  for (int end = hash.num_heads; end <= col; end += hash.num_heads) ++order;
+  const uint64_t mixed = hash.max_ngram_size <= 4 ? mix_window<4>(hash, id, order)
+                                                  : mix_window<ENGRAM_MAX_NGRAM>(hash, id, order);
   return floor_mod(static_cast<int64_t>(mixed), hash.primes[col], hash.reciprocals[col]) +
          hash.offsets[col];
 }

@@ -3,10 +3,9 @@
 //   s = sum(h*w*key) * rsqrt(mean(h^2) + eps) * rsqrt(mean(key^2) + eps) * dim^-1/2
 //   out = rn(h + rn(sigmoid(copysign(sqrt(max(|s|, 1e-6)), s)) * value)),  dead: out = h
 //
-// A block keeps one stream and walks over tokens, so that q*k (20 KB a stream, f32) is read once
-// and stays in registers; a thread owns kVectors vectors of eight consecutive values. The order of
-// every sum depends on dim alone, so a token's result does not depend on T. Maxima keep NaN, the
-// last two operations are never contracted.
+// A block owns one (token, stream) at a time; a thread owns kVectors vectors of kWidth consecutive
+// values, 16 bytes of residual each. The order of every sum depends on dim alone, so a token's
+// result does not depend on T. Maxima keep NaN, the last two operations are never contracted.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -16,17 +15,13 @@
 
 namespace engram {
 
-constexpr int kMaxGateThreads = 512;
-constexpr int kMaxGateWarps = kMaxGateThreads / 32;
-// Two blocks of 512 leave 64 registers a thread, which sm_90a meets without a spill; others don't.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kGateBlocks = 2;
-#else
-constexpr int kGateBlocks = 1;
-#endif
+constexpr int kMaxDim = 8192;
+constexpr int kSmallDim = 1024;  // one vector a thread
+
+constexpr int max_dim(int vectors) { return vectors == 1 ? kSmallDim : kMaxDim; }
 
 struct GateArgs {
-  const uint4* kv;
+  const void* kv;
   const float4* qk;
   const void* residual;
   void* out;
@@ -36,76 +31,74 @@ struct GateArgs {
   SlotList list;
 };
 
+// 16 bytes of residual and the bf16 beside them. They stay packed until they are used.
+template <bool kIsF32>
+struct Vector;
+
+template <>
+struct Vector<false> {
+  static constexpr int kWidth = 8;
+  using Residual = uint4;
+  using Kv = uint4;
+  __device__ static void unpack_residual(const uint4& packed, float (&y)[8]) {
+    unpack_bf16(packed, y);
+  }
+  __device__ static void unpack_kv(const uint4& packed, float (&y)[8]) { unpack_bf16(packed, y); }
+  __device__ static uint4 pack(const float (&y)[8]) { return pack_bf16(y); }
+};
+
+template <>
+struct Vector<true> {
+  static constexpr int kWidth = 4;  // whole sectors a warp, in the residual and in kv
+  using Residual = float4;
+  using Kv = uint2;
+  __device__ static void unpack_residual(const float4& packed, float (&y)[4]) {
+    y[0] = packed.x, y[1] = packed.y, y[2] = packed.z, y[3] = packed.w;
+  }
+  __device__ static void unpack_kv(const uint2& packed, float (&y)[4]) {
+    y[0] = __uint_as_float(packed.x << 16), y[1] = __uint_as_float(packed.x & 0xFFFF0000u);
+    y[2] = __uint_as_float(packed.y << 16), y[3] = __uint_as_float(packed.y & 0xFFFF0000u);
+  }
+  __device__ static float4 pack(const float (&y)[4]) { return {y[0], y[1], y[2], y[3]}; }
+};
+
 // Hides where the bits come from: otherwise the compiler carries the unpacked values over the
 // reduction, twice the registers of the packed ones (107 against 64, half the occupancy).
 __device__ __forceinline__ void opaque(uint4& packed) {
   asm volatile("" : "+r"(packed.x), "+r"(packed.y), "+r"(packed.z), "+r"(packed.w));
 }
 
-// Eight values of the residual, kept as they came: dead positions return their bits.
-template <bool kIsF32>
-struct Residual;
+__device__ __forceinline__ void opaque(uint2& packed) {
+  asm volatile("" : "+r"(packed.x), "+r"(packed.y));
+}
 
-template <>
-struct Residual<false> {
-  uint4 packed;
-  __device__ __forceinline__ void load(const void* base, int64_t vector) {
-    packed = __ldcs(static_cast<const uint4*>(base) + vector);
-  }
-  __device__ __forceinline__ void unpack(float (&h)[8]) const { unpack_bf16(packed, h); }
-  __device__ __forceinline__ void store(void* base, int64_t vector) const {
-    __stcs(static_cast<uint4*>(base) + vector, packed);
-  }
-  __device__ __forceinline__ void pack(const float (&h)[8]) { packed = pack_bf16(h); }
-  __device__ __forceinline__ void keep_packed() { opaque(packed); }
-};
+__device__ __forceinline__ void opaque(float4&) {}
 
-template <>
-struct Residual<true> {
-  float4 low, high;
-  __device__ __forceinline__ void load(const void* base, int64_t vector) {
-    low = __ldcs(static_cast<const float4*>(base) + 2 * vector);
-    high = __ldcs(static_cast<const float4*>(base) + 2 * vector + 1);
+template <int kWidth>
+__device__ __forceinline__ void load_weights(const float4* qk, int64_t vector, float (&w)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; i += 4) {
+    const float4 four = __ldg(qk + vector * (kWidth / 4) + i / 4);
+    w[i] = four.x, w[i + 1] = four.y, w[i + 2] = four.z, w[i + 3] = four.w;
   }
-  __device__ __forceinline__ void unpack(float (&h)[8]) const {
-    h[0] = low.x, h[1] = low.y, h[2] = low.z, h[3] = low.w;
-    h[4] = high.x, h[5] = high.y, h[6] = high.z, h[7] = high.w;
-  }
-  __device__ __forceinline__ void store(void* base, int64_t vector) const {
-    __stcs(static_cast<float4*>(base) + 2 * vector, low);
-    __stcs(static_cast<float4*>(base) + 2 * vector + 1, high);
-  }
-  __device__ __forceinline__ void pack(const float (&h)[8]) {
-    low = {h[0], h[1], h[2], h[3]};
-    high = {h[4], h[5], h[6], h[7]};
-  }
-  __device__ __forceinline__ void keep_packed() {}
-};
+}
 
 struct Sums {
   float h_square, key_square, dot;
 };
 
-__device__ __forceinline__ Sums sum_over_block(Sums mine, float4 (*parts)[kMaxGateWarps]) {
+struct BlockSums {
+  float4 parts[32];
+  float gate;
+};
+
+__device__ __forceinline__ void sum_over_warp(Sums& sums) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    mine.h_square += __shfl_xor_sync(0xFFFFFFFFu, mine.h_square, step);
-    mine.key_square += __shfl_xor_sync(0xFFFFFFFFu, mine.key_square, step);
-    mine.dot += __shfl_xor_sync(0xFFFFFFFFu, mine.dot, step);
+    sums.h_square += __shfl_xor_sync(0xFFFFFFFFu, sums.h_square, step);
+    sums.key_square += __shfl_xor_sync(0xFFFFFFFFu, sums.key_square, step);
+    sums.dot += __shfl_xor_sync(0xFFFFFFFFu, sums.dot, step);
   }
-  if (threadIdx.x % 32 == 0)
-    (*parts)[threadIdx.x / 32] = {mine.h_square, mine.key_square, mine.dot, 0.0f};
-  __syncthreads();
-  Sums total{0.0f, 0.0f, 0.0f};
-  const int num_warps = blockDim.x / 32;
-#pragma unroll 2
-  for (int warp = 0; warp < num_warps; ++warp) {
-    const float4 part = (*parts)[warp];
-    total.h_square += part.x;
-    total.key_square += part.y;
-    total.dot += part.z;
-  }
-  return total;
 }
 
 __device__ __forceinline__ float gate_of(const Sums& sums, const GateArgs& args) {
@@ -121,144 +114,170 @@ __device__ __forceinline__ float gate_of(const Sums& sums, const GateArgs& args)
   return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-root)));
 }
 
-template <bool kIsF32, int kVectors>
-__global__ void __launch_bounds__(kMaxGateThreads, kGateBlocks)
-    gate_kernel(const __grid_constant__ GateArgs args) {
-  // Two sets in turn: a warp may start the next token while another still reads this one's.
-  __shared__ float4 parts[2][kMaxGateWarps];
-  const int vectors = args.dim / 8, hc = args.hc_mult;
-  const int stream = blockIdx.x % hc;
-  const int64_t step = gridDim.x / hc;
-
-  float w[kVectors][8];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int vector = i * blockDim.x + threadIdx.x;
-    if (vector < vectors) {
-      const float4 low = __ldg(args.qk + (static_cast<int64_t>(stream) * vectors + vector) * 2);
-      const float4 high =
-          __ldg(args.qk + (static_cast<int64_t>(stream) * vectors + vector) * 2 + 1);
-      w[i][0] = low.x, w[i][1] = low.y, w[i][2] = low.z, w[i][3] = low.w;
-      w[i][4] = high.x, w[i][5] = high.y, w[i][6] = high.z, w[i][7] = high.w;
+// The first warp finishes the sums and the gate for all: every warp doing so cost as many
+// instructions as the values themselves.
+__device__ __forceinline__ float gate_of_block(Sums mine, const GateArgs& args, BlockSums& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  sum_over_warp(mine);
+  if (lane == 0) shared.parts[warp] = {mine.h_square, mine.key_square, mine.dot, 0.0f};
+  __syncthreads();
+  if (warp == 0) {
+    Sums total{0.0f, 0.0f, 0.0f};
+    if (lane < static_cast<int>(blockDim.x) / 32) {
+      const float4 part = shared.parts[lane];
+      total = {part.x, part.y, part.z};
     }
+    sum_over_warp(total);
+    const float gate = gate_of(total, args);
+    if (lane == 0) shared.gate = gate;
   }
+  __syncthreads();
+  return shared.gate;
+}
 
-  int turn = 0;
-  for (int64_t token = blockIdx.x / hc; token < args.num_tokens; token += step, turn ^= 1) {
-    const int64_t row = (token * hc + stream) * vectors;
-    const bool is_dead = args.list.dead(token);
-    if (is_dead && args.out == args.residual) continue;
-    Residual<kIsF32> residual[kVectors];
-    uint4 key[kVectors], value[kVectors];
-    const int64_t base = is_dead ? 0 : args.list.slot(token) * (hc + 1) * vectors;
+template <int kWidth>
+__device__ __forceinline__ void add_products(Sums& sums, const float (&h)[kWidth],
+                                             const float (&key)[kWidth],
+                                             const float (&w)[kWidth]) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int vector = i * blockDim.x + threadIdx.x;
-      if (vector >= vectors) continue;
-      residual[i].load(args.residual, row + vector);
-      if (is_dead) continue;
-      key[i] = __ldcs(args.kv + base + static_cast<int64_t>(stream) * vectors + vector);
-      value[i] = __ldg(args.kv + base + static_cast<int64_t>(hc) * vectors + vector);
-    }
-
-    float gate = 0.0f;
-    if (!is_dead) {
-      Sums sums{0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x) >= vectors) continue;
-        float h[8], k[8];
-        residual[i].unpack(h);
-        unpack_bf16(key[i], k);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          sums.h_square = __fmaf_rn(h[j], h[j], sums.h_square);
-          sums.key_square = __fmaf_rn(k[j], k[j], sums.key_square);
-          sums.dot = __fmaf_rn(__fmul_rn(h[j], w[i][j]), k[j], sums.dot);
-        }
-      }
-      gate = gate_of(sum_over_block(sums, &parts[turn]), args);
-    }
-
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int vector = i * blockDim.x + threadIdx.x;
-      if (vector >= vectors) continue;
-      if (!is_dead) {
-        float h[8], v[8];
-        residual[i].keep_packed();
-        opaque(value[i]);
-        residual[i].unpack(h);
-        unpack_bf16(value[i], v);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) h[j] = __fadd_rn(h[j], __fmul_rn(gate, v[j]));
-        residual[i].pack(h);
-      }
-      residual[i].store(args.out, row + vector);
-    }
+  for (int j = 0; j < kWidth; ++j) {
+    sums.h_square = __fmaf_rn(h[j], h[j], sums.h_square);
+    sums.key_square = __fmaf_rn(key[j], key[j], sums.key_square);
+    sums.dot = __fmaf_rn(__fmul_rn(h[j], w[j]), key[j], sums.dot);
   }
 }
 
+// kStays: the block walks over tokens of its stream, with q*k (20 KB a stream) in registers.
+// Otherwise it owns one token, and fewer registers: better for few tokens.
+template <bool kIsF32, int kVectors, bool kStays>
+__global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>::kWidth))
+    gate_kernel(const __grid_constant__ GateArgs args) {
+  using V = Vector<kIsF32>;
+  constexpr int kWidth = V::kWidth;
+  // Two sets in turn: a warp may start the next token while another still reads this one's gate.
+  __shared__ BlockSums shared[kStays ? 2 : 1];
+  const int vectors = args.dim / kWidth, hc = args.hc_mult;
+  const int stream = blockIdx.x % hc;
+  const int64_t step = gridDim.x / hc;
+  const int64_t first = static_cast<int64_t>(stream) * vectors;
+
+  float w[kVectors][kWidth];
+  auto load_all_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = i * blockDim.x + threadIdx.x;
+      if (vector < vectors) load_weights(args.qk, first + vector, w[i]);
+    }
+  };
+  if (kStays) load_all_weights();
+
+  int turn = 0;
+  for (int64_t token = blockIdx.x / hc; token < args.num_tokens; token += step) {
+    const int64_t row = token * hc * vectors + first;
+    const auto* residual = static_cast<const typename V::Residual*>(args.residual) + row;
+    auto* out = static_cast<typename V::Residual*>(args.out) + row;
+    const bool is_dead = args.list.dead(token);
+    if (is_dead) {
+      if (args.out != args.residual)
+        for (int vector = threadIdx.x; vector < vectors; vector += blockDim.x)
+          out[vector] = residual[vector];
+      if (!kStays) return;
+      continue;
+    }
+    const auto* kv = static_cast<const typename V::Kv*>(args.kv) +
+                     args.list.slot(token) * (hc + 1) * vectors;
+    typename V::Residual packed[kVectors];
+    typename V::Kv key[kVectors], value[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = i * blockDim.x + threadIdx.x;
+      if (vector >= vectors) continue;
+      packed[i] = residual[vector];
+      key[i] = kv[first + vector];
+      value[i] = __ldg(kv + static_cast<int64_t>(hc) * vectors + vector);
+    }
+    if (!kStays) load_all_weights();
+
+    Sums sums{0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x) >= vectors) continue;
+      float h[kWidth], k[kWidth];
+      V::unpack_residual(packed[i], h);
+      V::unpack_kv(key[i], k);
+      add_products(sums, h, k, w[i]);
+    }
+    const float gate = gate_of_block(sums, args, shared[turn]);
+    if (kStays) turn ^= 1;
+
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = i * blockDim.x + threadIdx.x;
+      if (vector >= vectors) continue;
+      float h[kWidth], v[kWidth];
+      opaque(packed[i]);
+      opaque(value[i]);
+      V::unpack_residual(packed[i], h);
+      V::unpack_kv(value[i], v);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) h[j] = __fadd_rn(h[j], __fmul_rn(gate, v[j]));
+      out[vector] = V::pack(h);
+    }
+    if (!kStays) return;
+  }
+}
+
+// How many blocks that stay the device holds at once.
 template <bool kIsF32, int kVectors>
-engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
-  const int vectors = args.dim / 8;
-  const int threads = ((vectors + kVectors - 1) / kVectors + 31) / 32 * 32;
+engram_status resident_blocks(int threads, int64_t& blocks) {
   int device = 0, num_sms = 0, blocks_a_sm = 0;
   ENGRAM_CUDA(cudaGetDevice(&device));
   ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   ENGRAM_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks_a_sm, gate_kernel<kIsF32, kVectors>, threads, 0));
-  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_a_sm / args.hc_mult;
-  const int64_t walkers = args.num_tokens < resident ? args.num_tokens : resident;
-  gate_kernel<kIsF32, kVectors>
-      <<<static_cast<unsigned>(walkers * args.hc_mult), threads, 0, stream>>>(args);
+      &blocks_a_sm, gate_kernel<kIsF32, kVectors, true>, threads, 0));
+  blocks = static_cast<int64_t>(num_sms) * blocks_a_sm;
+  return ENGRAM_OK;
+}
+
+// From here on blocks that stay are faster, bf16 only (measured: bf16 at 1024 tokens 33 against 34
+// us; f32 at 8192 tokens 428 against 410, its q*k registers cost a block a multiprocessor).
+constexpr int64_t kStayTokens = 512;
+
+template <bool kIsF32, int kVectors>
+engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
+  const int vectors = args.dim / Vector<kIsF32>::kWidth;
+  const int threads = ((vectors + kVectors - 1) / kVectors + 31) / 32 * 32;
+  if (kIsF32 || args.num_tokens <= kStayTokens) {
+    gate_kernel<kIsF32, kVectors, false>
+        <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
+  } else if constexpr (!kIsF32) {
+    int64_t blocks = 0;
+    if (const engram_status status = resident_blocks<kIsF32, kVectors>(threads, blocks))
+      return status;
+    const int64_t walkers = blocks / args.hc_mult;
+    const int64_t used = args.num_tokens < walkers ? args.num_tokens : walkers;
+    gate_kernel<kIsF32, kVectors, true>
+        <<<static_cast<unsigned>(used * args.hc_mult), threads, 0, stream>>>(args);
+  }
   ENGRAM_CUDA(cudaGetLastError());
   return ENGRAM_OK;
 }
 
-// The number of vectors a thread holds follows from dim alone.
+// The number of vectors a thread holds follows from dim alone: it decides the order of the sums.
 template <bool kIsF32>
 engram_status dispatch_gate(const GateArgs& args, cudaStream_t stream) {
-  const int vectors = args.dim / 8;
-  if (vectors <= 256) return launch_gate<kIsF32, 1>(args, stream);
-  return launch_gate<kIsF32, 2>(args, stream);
+  if (args.dim <= kSmallDim) return launch_gate<kIsF32, 1>(args, stream);
+  return launch_gate<kIsF32, kIsF32 ? 4 : 2>(args, stream);
 }
 
-struct ReadArgs {
-  const uint4* kv;
-  uint4* out;
-  int64_t num_tokens;
-  int32_t vectors;      // of one key or value
-  int32_t num_vectors;  // of one token
-  SlotList list;
-};
-
-// One block a token and quarter; 16 bytes a thread.
-__global__ void __launch_bounds__(256) read_kv_kernel(const __grid_constant__ ReadArgs args) {
-  const int64_t token = blockIdx.x / 4;
-  const int part = blockIdx.x % 4;
-  const bool is_dead = args.list.dead(token);
-  const int64_t base = is_dead ? 0 : args.list.slot(token) * args.num_vectors;
-  for (int i = part * 256 + threadIdx.x; i < args.num_vectors; i += 1024) {
-    uint4 data;
-    if (is_dead) {
-      const uint32_t zero = i < args.num_vectors - args.vectors ? 0u : 0x80008000u;
-      data = {zero, zero, zero, zero};
-    } else {
-      data = __ldcs(args.kv + base + i);
-    }
-    __stcs(args.out + token * args.num_vectors + i, data);
-  }
-}
-
-static engram_status check_sizes(const char* what, int64_t num_tokens, int32_t dim,
-                                 int32_t hc_mult) {
-  ENGRAM_REQUIRE(hc_mult >= 1 && hc_mult <= 4, "%s: expected hc_mult 1..4, got %d", what, hc_mult);
-  ENGRAM_REQUIRE(dim > 0 && dim % 8 == 0 && dim <= 8192,
-                 "%s: expected dim in multiples of 8 up to 8192, got %d", what, dim);
-  ENGRAM_REQUIRE(num_tokens >= 0 && num_tokens <= (1 << 28),
-                 "%s: expected 0..2^28 tokens, got %lld", what,
-                 static_cast<long long>(num_tokens));
+static engram_status check_gate(const engram_gate_params& p) {
+  ENGRAM_REQUIRE(p.hc_mult >= 1 && p.hc_mult <= 4, "gate: expected hc_mult 1..4, got %d",
+                 p.hc_mult);
+  ENGRAM_REQUIRE(p.dim > 0 && p.dim % 8 == 0 && p.dim <= kMaxDim,
+                 "gate: expected dim in multiples of 8 up to %d, got %d", kMaxDim, p.dim);
+  ENGRAM_REQUIRE(p.num_tokens >= 0 && p.num_tokens <= (1 << 28),
+                 "gate: expected 0..2^28 tokens, got %lld", static_cast<long long>(p.num_tokens));
+  ENGRAM_REQUIRE(p.eps >= 0.0f, "gate: expected eps >= 0, got %g", static_cast<double>(p.eps));
   return ENGRAM_OK;
 }
 
@@ -266,14 +285,10 @@ static engram_status check_sizes(const char* what, int64_t num_tokens, int32_t d
 
 engram_status engram_gate(const engram_gate_params* params) {
   using namespace engram;
-  if (const engram_status status =
-          check_sizes("gate", params->num_tokens, params->dim, params->hc_mult))
-    return status;
-  ENGRAM_REQUIRE(params->eps >= 0.0f, "gate: expected eps >= 0, got %g",
-                 static_cast<double>(params->eps));
+  if (const engram_status status = check_gate(*params)) return status;
   if (params->num_tokens == 0) return ENGRAM_OK;
   GateArgs args{};
-  args.kv = static_cast<const uint4*>(params->kv);
+  args.kv = params->kv;
   args.qk = reinterpret_cast<const float4*>(params->qk);
   args.residual = params->residual;
   args.out = params->out;
@@ -286,23 +301,4 @@ engram_status engram_gate(const engram_gate_params* params) {
   fill_slot_list(args.list, params->slots, params->is_dead, params->num_tokens);
   const cudaStream_t stream = static_cast<cudaStream_t>(params->stream);
   return params->is_f32 ? dispatch_gate<true>(args, stream) : dispatch_gate<false>(args, stream);
-}
-
-engram_status engram_read_kv(const engram_read_kv_params* params) {
-  using namespace engram;
-  if (const engram_status status =
-          check_sizes("read_kv", params->num_tokens, params->dim, params->hc_mult))
-    return status;
-  if (params->num_tokens == 0) return ENGRAM_OK;
-  ReadArgs args{};
-  args.kv = static_cast<const uint4*>(params->kv);
-  args.out = static_cast<uint4*>(params->out);
-  args.num_tokens = params->num_tokens;
-  args.vectors = params->dim / 8;
-  args.num_vectors = args.vectors * (params->hc_mult + 1);
-  fill_slot_list(args.list, params->slots, params->is_dead, params->num_tokens);
-  read_kv_kernel<<<static_cast<unsigned>(params->num_tokens * 4), 256, 0,
-                   static_cast<cudaStream_t>(params->stream)>>>(args);
-  ENGRAM_CUDA(cudaGetLastError());
-  return ENGRAM_OK;
 }

@@ -11,6 +11,7 @@
 #include "../formats/requantize.h"
 #include "../hash.h"
 #include "../status.h"
+#include "packed.cuh"
 #include "vector.cuh"
 
 namespace engram {
@@ -34,10 +35,16 @@ struct GatherArgs {
 
 __device__ __forceinline__ int64_t row_id(const GatherArgs& args, int64_t pair) {
   if (args.hash_ids != nullptr) return args.hash_ids[pair];
-  const int64_t token = pair / args.num_cols;
+  // 64-bit division is a call of some 100 instructions.
+  const int64_t token = pair <= 0xFFFFFFFF ? static_cast<uint32_t>(pair) /
+                                                 static_cast<uint32_t>(args.num_cols)
+                                           : pair / args.num_cols;
   const int col = static_cast<int>(pair - token * args.num_cols);
-  const int32_t* windows = args.is_inline ? args.inline_windows : args.windows;
-  return hash_row_id(args.hash, windows + token * args.hash.max_ngram_size, col);
+  const int64_t first = token * args.hash.max_ngram_size;
+  // Indexed, not pointed at: the parameters are then read from the constant bank.
+  if (args.is_inline)
+    return hash_row_id(args.hash, [&](int i) { return args.inline_windows[first + i]; }, col);
+  return hash_row_id(args.hash, [&](int i) { return __ldg(args.windows + first + i); }, col);
 }
 
 // Four lanes hold the 32 values of a quant group.
@@ -89,10 +96,9 @@ __global__ void __launch_bounds__(kGatherThreads)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first + r >= args.num_pairs) break;
-      float y[8];
-      decode_row_group<Format>(raw[r], group, y);
-      uint4 packed = pack_bf16(y);
+      uint4 packed = decode_packed<Format>(raw[r], group);
       if (args.requantized) {
+        float y[8];
         unpack_bf16(packed, y);
         requantize_group(y, lanes);
         packed = pack_bf16(y);

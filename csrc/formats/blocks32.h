@@ -58,7 +58,7 @@ struct E4M3 {
   };
 
   ENGRAM_HD static Group load_group(const uint8_t* block, const uint8_t* scale, int group) {
-    return {load_bytes8(block + group * 8), load<uint8_t>(scale)};  // rows of 66 bytes exist
+    return {load_bytes8_mostly_aligned(block + group * 8), load<uint8_t>(scale)};
   }
 
   ENGRAM_HD static void decode(const Group& raw, int, float (&y)[8]) {

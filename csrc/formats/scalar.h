@@ -52,6 +52,12 @@ ENGRAM_HD Bytes8 load_bytes8_aligned(const uint8_t* p) {
   return {{load<uint32_t>(p), load<uint32_t>(p + 4)}};
 }
 
+// Where all but odd row lengths keep the alignment: two loads then, and no shift.
+ENGRAM_HD Bytes8 load_bytes8_mostly_aligned(const uint8_t* p) {
+  if ((reinterpret_cast<uintptr_t>(p) & 3) == 0) return load_bytes8_aligned(p);
+  return load_bytes8(p);
+}
+
 ENGRAM_HD float bits_to_float(uint32_t bits) {
 #ifdef __CUDA_ARCH__
   return __uint_as_float(bits);

@@ -59,7 +59,8 @@ void host_hash(const engram_hash* hash, int64_t num_tokens, const int32_t* windo
   for (int c = 0; c < cols; ++c) prepared.reciprocals[c] = reciprocal(prepared.primes[c]);
   for (int64_t t = 0; t < num_tokens; ++t)
     for (int c = 0; c < cols; ++c)
-      ids[t * cols + c] = hash_row_id(prepared, windows + t * hash->max_ngram_size, c);
+      ids[t * cols + c] = hash_row_id(
+          prepared, [&](int i) { return windows[t * hash->max_ngram_size + i]; }, c);
 }
 
 }  // extern "C"

@@ -48,7 +48,8 @@ STAGE_BYTES = 64 << 20
 CONTEXT_BYTES = 700 << 20
 """The driver's context and cublasLt's images, measured on an H200."""
 
-_READERS = 8
+_READERS = 16
+"""Threads reading one stage: 37 GB/s from memory-backed storage on an H200 host, 24 with 8."""
 
 
 class Budget(Protocol):
@@ -107,8 +108,8 @@ def load(
             checkpoint.hash_tables,
             layers,
             num_slots,
+            device=properties,
             device_index=index,
-            is_integrated=bool(properties.integrated),
         )
     with ExitStack() as failed:
         failed.callback(backend.close)
@@ -132,17 +133,16 @@ def plan_on_device(
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:
     """Add up what the backend holds on the device and beside it."""
     geometry, sizes = checkpoint.geometry, Sizes()
-    lanes = (
-        sizes.num_lanes
-        * sizes.lane_tokens
-        * max(geometry.kv_bytes, geometry.hc_mult * geometry.dim * 4)
-    )
+    residual_bytes = geometry.hc_mult * geometry.dim * 4
+    lanes = sizes.num_lanes * abi.INLINE_TOKENS * residual_bytes
+    pinned = sizes.lane_tokens * (residual_bytes + 2 * geometry.kv_bytes)
+    pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
         wkv=geometry.num_layers * geometry.out_features * geometry.in_features * 2,
         kv_store=num_slots * geometry.kv_bytes,
         workspaces=sum(workspace_bytes(geometry, sizes.chunk_tokens).values()) + lanes,
-        in_flight=budget.in_flight_bytes + lanes + 2 * STAGE_BYTES,
+        in_flight=budget.in_flight_bytes + pinned,
         held_ids=budget.held_tokens * HELD_ID_BYTES,
         reserve=budget.reserve_bytes,
         context=CONTEXT_BYTES,
@@ -209,7 +209,8 @@ class _Loader:
         wkv = DeviceBuffer(self._native, num_rows * columns * 2)
         owner.callback(wkv.close)
         what = f"layer {source.layer_id} wkv"
-        format_id = abi.FORMATS.get("E4M3_E8M0_32" if tensor.scale else tensor.type)
+        has_powers = tensor.scale is not None and tensor.scale.type == "F8_E8M0"
+        format_id = abi.FORMATS.get("E4M3_E8M0_32" if has_powers else tensor.type)
         if format_id is None or self._native.row_bytes(format_id, columns) < 0:
             self._wkv_through_host(tensor, wkv, what)
             return wkv

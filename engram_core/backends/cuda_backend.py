@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from ctypes import byref
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,15 +22,23 @@ from engram_core.backends import native as abi
 from engram_core.backends.cuda_check import check_gate, check_projection, gemm_matches_chain
 from engram_core.backends.device import Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import CHAIN_TOKENS, DeviceLayer, EngramV41
-from engram_core.backends.native import Native, Unsupported
-from engram_core.backends.staging import ControlRing, Lane, address_of, fits_inline, pieces
+from engram_core.backends.native import INLINE_TOKENS, Device, Native, Unsupported
+from engram_core.backends.staging import (
+    ControlRing,
+    GateLanes,
+    Lane,
+    address_of,
+    copy_memory,
+    fits_inline,
+    pieces,
+)
 from engram_core.errors import BadTensor, RowOutOfRange
 from engram_core.geometry import EngramHashTables, Geometry
 
-MAPPED_TOKENS = 64
+MAPPED_TOKENS = 32
 """Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
 
-_Owned = TypeVar("_Owned", Stream, Event, ControlRing, Lane)
+_Owned = TypeVar("_Owned", Stream, Event, ControlRing, Lane, GateLanes, PinnedBuffer)
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _TRACKED = 64
@@ -40,20 +49,22 @@ _TRACKED = 64
 class Sizes:
     """Bounds of the backend's launches and buffers, in tokens.
 
-    chunk_tokens: of one projection; bounds what an urgent gate waits for
-    lane_tokens: of one piece of a transfer; num_lanes: pieces in flight
+    chunk_tokens: of one projection; cublasLt is 24 % slower in chunks of 256 than of 2048
+    spare_sms: left free by projections, so that an urgent gate does not wait for their end
+    lane_tokens: of one piece of kv or rows; num_lanes: pieces of a gate in flight
     """
 
-    chunk_tokens: int = 256
+    chunk_tokens: int = 2048
+    spare_sms: int = 8
     lane_tokens: int = 128
-    num_lanes: int = 4
+    num_lanes: int = 8
 
 
 class CudaBackend:
     """Implements `backends.base.Backend` on one CUDA device.
 
     layers: in the order of geometry.layer_ids; the backend frees them
-    is_integrated: CPU and GPU share memory: it is used in place at every size
+    device: its properties (integrated: CPU and GPU share memory, used in place at every size)
 
     Raises: Unsupported, BadTensor.
     """
@@ -68,8 +79,8 @@ class CudaBackend:
         layers: Sequence[DeviceLayer],
         num_slots: int,
         *,
+        device: Device | None = None,
         device_index: int = 0,
-        is_integrated: bool = False,
         sizes: Sizes | None = None,
     ) -> None:
         self.geometry = geometry
@@ -84,7 +95,9 @@ class CudaBackend:
         self._native = native
         self._device_index = device_index
         self._thread = threading.local()
-        self._mapped_tokens = 1 << 30 if is_integrated else MAPPED_TOKENS
+        device = device or native.device(device_index)
+        self._mapped_tokens = 1 << 30 if device.integrated else MAPPED_TOKENS
+        self._gemm_sms = max(0, device.num_sms - self._sizes.spare_sms)
         self._pools: list[PinnedBuffer] = []
         with ExitStack() as made:
             self.engram = EngramV41(
@@ -120,7 +133,7 @@ class CudaBackend:
         reasons = []
         for library in candidates:
             try:
-                version = self.engram.open_gemm(library)
+                version = self.engram.open_gemm(library, num_sms=self._gemm_sms)
             except Unsupported as error:
                 reasons.append(error.message)
                 continue
@@ -128,7 +141,8 @@ class CudaBackend:
             if not different:
                 self._numerics["wkv"] = (
                     f"chain of mma.sync m16n8k16 up to {CHAIN_TOKENS} tokens, cublasLt {version} "
-                    "above, each batch class compared with the chain by bits at start"
+                    f"above on {self._gemm_sms} SMs, each batch class compared with the chain by "
+                    "bits at start"
                 )
                 return True
             self.engram.close_gemm()
@@ -158,7 +172,7 @@ class CudaBackend:
                 layer_index, count, to, self._row_stream, hash_ids=ids, output=output
             )
             self._row_control.release(self._row_stream)
-            lane.done.record(self._row_stream)
+            lane.end(self._row_stream)
         for lane in self._row_lanes:
             lane.finish()
 
@@ -198,8 +212,10 @@ class CudaBackend:
         """Copy kv out of slots (see `Backend.read_kv`). Slots of dead positions are not read."""
         hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
         _require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
-        slots = self._live_slots(slots, dead)
-        self._await_slots(slots)
+        slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
+        after = self._projection_of(slots)
+        if after is not None:
+            self._urgent.wait(after)
         for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
             lane = self._lanes[turn % len(self._lanes)]
             lane.finish()
@@ -210,7 +226,7 @@ class CudaBackend:
             )
             if is_sent:
                 self._control.release(self._urgent)
-            lane.done.record(self._urgent)
+            lane.end(self._urgent)
         self._finish_lanes()
 
     def gate(
@@ -225,18 +241,20 @@ class CudaBackend:
         shape = (len(slots), self.geometry.hc_mult, self.geometry.dim)
         _require_tensor("residual", residual, (torch.bfloat16, torch.float32), shape)
         _require_tensor("out", out, (residual.dtype,), shape)
-        slots = self._live_slots(slots, dead)
-        self._await_slots(slots)
-        is_mapped = len(slots) <= self._mapped_tokens
-        run = self._gate_mapped if is_mapped else self._gate_copied
-        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
-            lane = self._lanes[turn % len(self._lanes)]
-            lane.finish()
-            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
-            run(lane, layer_index, residual[piece], out[piece], (places, flags))
-            if is_sent:
-                self._control.release(self._urgent)
-        self._finish_lanes()
+        slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
+        if not slots.size:
+            return
+        params = self._gates[layer_index]
+        params.after = self._handle_of(self._projection_of(slots))
+        params.gate.is_f32 = residual.dtype == torch.float32
+        if self._is_pinned(residual) and (out is residual or self._is_pinned(out)):
+            self._gate_in_place(params, slots, dead, residual.data_ptr(), out.data_ptr())
+            return
+        stage = self._stage.address
+        for piece in pieces(len(slots), self._stage_tokens):
+            copy_memory(stage, residual[piece])
+            self._gate_in_place(params, slots[piece], dead[piece], stage, stage)
+            copy_memory(out[piece], stage)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Make pinned memory for bodies and answers: uint8 [num_bytes], until `close`.
@@ -277,7 +295,8 @@ class CudaBackend:
         row_width = max(*self.row_bytes, geometry.head_dim * 2)
         row_bytes = sizes.lane_tokens * geometry.n_hash_cols * row_width
         residual_bytes = geometry.hc_mult * geometry.dim * 4
-        lane_bytes = sizes.lane_tokens * max(geometry.kv_bytes, residual_bytes)
+        lane_bytes = sizes.lane_tokens * geometry.kv_bytes
+        self._stage_tokens = max(INLINE_TOKENS, sizes.lane_tokens)
 
         def keep(part: _Owned) -> _Owned:
             made.callback(part.close)
@@ -285,13 +304,18 @@ class CudaBackend:
 
         self._project_stream = keep(Stream(native))
         self._urgent = keep(Stream(native, is_urgent=True))
-        self._upload = keep(Stream(native, is_urgent=True))
-        self._download = keep(Stream(native, is_urgent=True))
         self._row_stream = keep(Stream(native))
         self._project_control = keep(ControlRing(native, control_bytes, 8))
-        self._control = keep(ControlRing(native, control_bytes, sizes.num_lanes + 1))
+        self._control = keep(ControlRing(native, control_bytes, 3))
         self._row_control = keep(ControlRing(native, control_bytes, 3))
-        self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(sizes.num_lanes)]
+        self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(2)]
+        self._stage = keep(PinnedBuffer(native, self._stage_tokens * residual_bytes))
+        gate_lanes = keep(GateLanes(native, INLINE_TOKENS * residual_bytes, sizes.num_lanes))
+        self._gates = []  # the gate of each layer, filled in at each call
+        for layer_index in range(geometry.num_layers):
+            gate = self.engram.gate_params(layer_index)
+            gate.stream = self._urgent.handle
+            self._gates.append(gate_lanes.params(gate))
         self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
         self._ends = [keep(Event(native)) for _ in range(_TRACKED)]
         self._sequence = 0  # projections enqueued so far; number s ends at self._ends[s % _TRACKED]
@@ -342,76 +366,43 @@ class CudaBackend:
         self._finished = max(self._finished, self._sequence - _TRACKED)
         self._made_by[slots] = self._sequence
 
-    def _await_slots(self, slots: NDArray[np.int64]) -> None:
-        """Hold the urgent stream until the slots' projections have ended."""
+    def _projection_of(self, slots: NDArray[np.int64]) -> Event | None:
+        """The end of the last projection that any of the slots waits for, None if all ended."""
         self._select()
         last = int(self._made_by[slots].max()) if slots.size else 0
         if last <= self._finished:
-            return
+            return None
         end = self._ends[last % _TRACKED]
-        if end.is_done():
-            self._finished = last
-        else:
-            self._urgent.wait(end)
+        if not end.is_done():
+            return end
+        self._finished = last
+        return None
+
+    @staticmethod
+    def _handle_of(event: Event | None) -> int:
+        return event.handle if event is not None else 0
 
     def _await_sequence(self, last: int) -> None:
         if last > self._finished:
             self._ends[last % _TRACKED].wait()
             self._finished = last
 
-    def _gate_mapped(
+    def _gate_in_place(
         self,
-        lane: Lane,
-        layer_index: int,
-        residual: torch.Tensor,
-        out: torch.Tensor,
-        control: tuple[int, int],
+        params: abi.GateHost,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: int,
+        out: int,
     ) -> None:
-        """The kernel reads and writes host memory itself."""
-        source = self._source(lane, residual)
-        # In place there too: a dead position is then left alone on both sides.
-        to = self._place(lane, out)
-        self._launch_gate(lane, layer_index, residual, (source, to), control)
-        lane.done.record(self._urgent)
-
-    def _gate_copied(
-        self,
-        lane: Lane,
-        layer_index: int,
-        residual: torch.Tensor,
-        out: torch.Tensor,
-        control: tuple[int, int],
-    ) -> None:
-        """Up, gate, down on three streams, so that neighbouring pieces share the link."""
-        num_bytes = residual.numel() * residual.element_size()
-        device = lane.device.address
-        copy = self._native.copy
-        copy(device, self._source(lane, residual), num_bytes, self._upload.handle)
-        lane.arrived.record(self._upload)
-        self._urgent.wait(lane.arrived)
-        self._launch_gate(lane, layer_index, residual, (device, device), control)
-        lane.computed.record(self._urgent)
-        self._download.wait(lane.computed)
-        copy(self._place(lane, out), device, num_bytes, self._download.handle)
-        lane.done.record(self._download)
-
-    def _launch_gate(
-        self,
-        lane: Lane,
-        layer_index: int,
-        residual: torch.Tensor,
-        places: tuple[int, int],
-        control: tuple[int, int],
-    ) -> None:
-        self.engram.gate(
-            layer_index,
-            len(residual),
-            *places,
-            self._urgent,
-            slots=control[0],
-            is_dead=control[1],
-            is_f32=residual.dtype == torch.float32,
-        )
+        """Gate between pinned buffers (addresses): one call, which waits. T >= 1."""
+        gate = params.gate
+        count = gate.num_tokens = len(slots)
+        gate.slots, gate.is_dead = address_of(slots), address_of(dead)
+        gate.residual, gate.out = residual, out
+        params.is_mapped = count <= self._mapped_tokens
+        params.piece_tokens = INLINE_TOKENS if params.is_mapped else _piece_tokens(count)
+        self._native.gate_host(byref(params))
 
     def _control_of(
         self, slots: NDArray[np.int64], dead: NDArray[np.bool_]
@@ -422,19 +413,11 @@ class CudaBackend:
         places = self._control.send(self._urgent, slots, dead)
         return places[0], places[1], True
 
-    def _source(self, lane: Lane, data: torch.Tensor) -> int:
-        """Where the device can read `data`: there if it is pinned, else staged in the lane."""
-        if self._is_pinned(data):
-            return data.data_ptr()
-        staged = lane.host.tensor(data.dtype, tuple(data.shape))
-        staged.copy_(data)
-        return lane.host.address
-
     def _place(self, lane: Lane, out: torch.Tensor) -> int:
         """Where the device can write what belongs in `out`."""
         if self._is_pinned(out):
             return out.data_ptr()
-        lane.deliver(out, lane.host.tensor(out.dtype, tuple(out.shape)))
+        lane.deliver(out)
         return lane.host.address
 
     def _is_pinned(self, data: torch.Tensor) -> bool:
@@ -451,13 +434,23 @@ class CudaBackend:
         """Check slots; those of dead positions become 0 and are never read."""
         _require("slots", slots, np.int64, (len(slots),))
         _require("dead", dead, np.bool_, (len(slots),))
+        if not dead.any():
+            self._require_slots(slots)
+            return np.ascontiguousarray(slots)
         self._require_slots(slots[~dead])
         return np.where(dead, 0, slots)
 
     def _require_slots(self, slots: NDArray[np.int64]) -> None:
         _require("slots", slots, np.int64, (len(slots),))
-        if slots.size and not (slots.min() >= 0 and slots.max() < self.num_slots):
-            got = [int(slots.min()), int(slots.max())]
+        if not slots.size:
+            return
+        if slots.size <= abi.INLINE_TOKENS:  # numpy's reductions take longer than a short list
+            values = slots.tolist()
+            lowest, highest = min(values), max(values)
+        else:
+            lowest, highest = int(slots.min()), int(slots.max())
+        if lowest < 0 or highest >= self.num_slots:
+            got = [lowest, highest]
             expected = f"0..{self.num_slots - 1}"
             raise BadTensor(f"slots: expected {expected}, got {got}", expected=expected, got=got)
 
@@ -470,6 +463,13 @@ class CudaBackend:
             raise RowOutOfRange(
                 f"row ids: expected {expected}, got {got}", expected=expected, got=got
             )
+
+
+def _piece_tokens(count: int) -> int:
+    """Small enough that the link is busy both ways soon, large enough to outlast its launches."""
+    if count <= 128:
+        return 16
+    return 32 if count <= 2048 else INLINE_TOKENS
 
 
 def _flat(array: NDArray[_Scalar], dtype: type[_Scalar]) -> NDArray[_Scalar]:

@@ -253,22 +253,19 @@ class EngramV41:
 
         slots, is_dead: addresses of int64 and bool [T] (host up to INLINE_TOKENS, else device)
         """
-        geometry = self.geometry
-        params = abi.Gate(
-            kv=self.kv.address,
-            slots=slots,
-            is_dead=is_dead,
-            qk=self._layers[layer_index][0].qk.address,
-            residual=residual,
-            out=out,
-            num_tokens=num_tokens,
-            dim=geometry.dim,
-            hc_mult=geometry.hc_mult,
-            eps=geometry.eps,
-            is_f32=int(is_f32),
-            stream=stream.handle,
-        )
+        params = self.gate_params(layer_index)
+        params.slots, params.is_dead = slots, is_dead
+        params.residual, params.out = residual, out
+        params.num_tokens, params.is_f32, params.stream = num_tokens, is_f32, stream.handle
         self.native.gate(byref(params))
+
+    def gate_params(self, layer_index: int) -> abi.Gate:
+        """The gate of a layer with what does not change filled in: a copy."""
+        params = abi.Gate()
+        params.kv, params.qk = self.kv.address, self._layers[layer_index][0].qk.address
+        params.dim, params.hc_mult = self.geometry.dim, self.geometry.hc_mult
+        params.eps = self.geometry.eps
+        return params
 
     def read_kv(
         self, num_tokens: int, out: int, stream: Stream, *, slots: int, is_dead: int

@@ -151,6 +151,21 @@ class Gate(Structure):
     )
 
 
+class GateHost(Structure):
+    """engram_gate_host_params."""
+
+    _fields_ = (
+        ("gate", Gate),
+        ("is_mapped", i32),
+        ("num_lanes", i32),
+        ("piece_tokens", i64),
+        ("lanes", POINTER(c_void_p)),
+        ("events", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("upload", "download", "after", "done")),
+        ("timeout_ms", i64),
+    )
+
+
 class ReadKv(Structure):
     """engram_read_kv_params."""
 
@@ -190,6 +205,7 @@ _PARAMS = {
     "project_chain": Project,
     "scatter_kv": Scatter,
     "gate": Gate,
+    "gate_host": GateHost,
     "read_kv": ReadKv,
     "load": Load,
 }
@@ -222,7 +238,7 @@ _VERBS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Unsupported(EngramError):  # noqa: N818 (named like its siblings in errors.py)
+class Unsupported(EngramError):
     """The device, the driver or a library cannot do what was asked."""
 
 

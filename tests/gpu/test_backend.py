@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
-from engram_core.backends.native import Native, cublaslt_candidates
+from engram_core.backends.native import Device, Native, cublaslt_candidates
 from engram_core.errors import BadTensor, RowOutOfRange
 from engram_core.hashing import hash_windows
 from engram_core.quant import requantize
@@ -46,8 +46,8 @@ class Served:
             self.tables,
             [device_layer(self.arrays, layer) for layer in self.layers],
             SLOTS,
+            device=Device(num_sms=132, integrated=is_integrated),
             sizes=sizes,
-            is_integrated=is_integrated,
         )
 
     def kv(self, count: int, layer: int = 0, dead: np.ndarray | None = None) -> torch.Tensor:
