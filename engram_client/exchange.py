@@ -109,6 +109,7 @@ class Exchange:
         self._facts: dict[int, Facts] = {}
         self._identity: str | None = None
         self._piece: dict[str, int] = {}
+        self._num_reopened = 0
 
     def _once(self, replica: int, request: Request) -> Effects[Response]:
         """Send one request to one address. Raises ConnectionLost, EngramProblem."""
@@ -141,7 +142,7 @@ class Exchange:
         try:
             yield from self._lock(writes, held)
             while True:
-                replica, was_sent = self.replica, False
+                replica, was_sent, reopened = self.replica, False, self._num_reopened
                 concerned = needs
                 try:
                     if learns:
@@ -154,6 +155,9 @@ class Exchange:
                     _mark(writes)
                     response = yield from self._once(replica, build())
                 except (ConnectionLost, EngramProblem) as error:
+                    overtaken = was_sent and not writes and reopened != self._num_reopened
+                    if overtaken and isinstance(error, StaleEpoch):
+                        continue  # another thread has opened a session again meanwhile
                     if was_sent and _is_unknown(error):
                         lost = {need.state.session_id: _place(need.state) for need in writes}
                     elif was_sent and not lost:
@@ -279,6 +283,7 @@ class Exchange:
         request = open_request(state, start, state.lookback(start, width), self._owner)
         document = json_of((yield from self._once(replica, request)))
         note_session(state, document, expected_length=start)
+        self._num_reopened += 1
         state.replica, state.unsettled = replica, start
         yield from self._restore(state, replica)
 
