@@ -114,14 +114,24 @@ class Runner:
         self._client.step(self._segments(ids), LAYERS, "none", truncate=True, ahead=False)
         self._position = PROMPT
 
-    def draft(self) -> list[list[int]]:
+    @property
+    def pass_steps(self) -> int:
+        """Steps of one pass over the text."""
+        return STEPS_OF_A_PASS[len(self._sessions)]
+
+    def timed_step(self) -> float:
+        """Make the next step; its time in ms."""
+        ids = self._draft()
+        return _ms(lambda: self._step(ids))
+
+    def _draft(self) -> list[list[int]]:
         """The ids of the next step; of a block only the first half is right."""
         right = [text[self._position : self._position + self._advance] for text in self._texts]
         wrong = self._block - self._advance
-        return [[*ids, *text[-wrong:]] if wrong else ids
-                for ids, text in zip(right, self._texts, strict=True)]  # fmt: skip
+        tails = [text[len(text) - wrong :] for text in self._texts]
+        return [ids + tail for ids, tail in zip(right, tails, strict=True)]
 
-    def step(self, ids: list[list[int]]) -> None:
+    def _step(self, ids: list[list[int]]) -> None:
         """Push a block a sequence, read both layers, go on."""
         truncate, segments = self._block > 1, self._segments(ids)
         if self._output == "residual":
@@ -173,7 +183,11 @@ def hit_ratio(added: dict[str, float]) -> float | None:
 
 
 def bench(
-    served: Served, keys: Sequence[str], text: Sequence[int], shapes: Any, seconds: float
+    served: Served,
+    keys: Sequence[str],
+    text: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    seconds: float,
 ) -> list[Row]:
     """Run every shape and output. keys: one a row of both transports; seconds: of one replay."""
     rows = []
@@ -194,12 +208,10 @@ def bench(
 def _row(
     client: Recording, runner: Runner, counters: Counters, seconds: float, *, is_cold: bool
 ) -> dict[str, Any]:
-    length = STEPS_OF_A_PASS[len(runner._sessions)]
-    cold: list[float] = []
     runner.begin()
     counters.look()
-    for _ in range(length):  # over the second transport all of it is found
-        cold.append(_timed(runner)[0])
+    # Over the second transport all of it is found already.
+    cold = [runner.timed_step() for _ in range(runner.pass_steps)]
     first = counters.look()
     times: list[float] = []
     stages: defaultdict[str, list[float]] = defaultdict(list)
@@ -208,9 +220,9 @@ def _row(
     while not times or time.perf_counter() < until:
         runner.begin()
         counters.look()
-        for _ in range(length):
+        for _ in range(runner.pass_steps):
             client.stages.clear()
-            times.append(_timed(runner)[0])
+            times.append(runner.timed_step())
             for name, ms in client.stages.items():
                 stages[name].append(ms)
         for name, value in counters.look().items():
@@ -228,13 +240,6 @@ def _row(
         "stages_p50_ms": {name: round(median(values), 3) for name, values in stages.items()},
         "stages_p95_ms": {name: round(_p95(values), 3) for name, values in stages.items()},
     }
-
-
-def _timed(runner: Runner) -> tuple[float]:
-    ids = runner.draft()
-    begin = time.perf_counter()
-    runner.step(ids)
-    return ((time.perf_counter() - begin) * 1e3,)
 
 
 def _p95(values: Sequence[float]) -> float:

@@ -54,7 +54,7 @@ class EchoServer(uvicorn.Server):
 
 def main() -> None:
     config = uvicorn.Config(
-        echo,  # type: ignore[arg-type]
+        echo,
         http=Connection,
         ws="none",
         lifespan="off",

@@ -8,7 +8,6 @@ clock tells the queue for a core, not the work.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -19,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import structlog
+import uvloop
 from served import Served, echoing, serving
 
 from engram_client import EngramClient, Segment, Session
@@ -28,6 +28,7 @@ from engram_client.http1 import Request, Response, parse_address
 from engram_client.protocol import EngramProtocol, StepOptions
 from engram_client.segments import Batch, batch_of, step_body
 from engram_client.setup import set_up
+from engram_client.state import SessionState
 from engram_client.verbs import step as step_effects
 from engram_core.engine_types import Output
 from engram_core.tools.synth import synth
@@ -156,7 +157,7 @@ class InProcess:
         self.model = model
         self.server_s = 0.0
         self._app = create_app(Settings(), model)
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         setup = set_up("http://localhost:1", None, None, 60.0)
         self.protocol: EngramProtocol = setup.protocol
         self.body: bytes = b""
@@ -208,8 +209,8 @@ class InProcess:
         return Response(sent[0]["status"], told, memoryview(body))
 
 
-def stage_by_stage(checkpoint: Path, repeats: int) -> dict[str, float]:
-    """Return the median CPU us of each stage of a push alone; names begin with their end."""
+def stage_by_stage(checkpoint: Path, repeats: int) -> dict[str, tuple[float, float]]:
+    """Return median and lower decile, CPU us, of each stage of a push alone, by end and name."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     model = load_model(checkpoint, Settings(), lambda *_: None)
     ends = InProcess(model)
@@ -221,12 +222,15 @@ def stage_by_stage(checkpoint: Path, repeats: int) -> dict[str, float]:
     finally:
         ends.close()
         model.close()
-    return {name: median(values) * 1e6 for name, values in taken.items()}
+    return {
+        name: (median(values) * 1e6, sorted(values)[len(values) // 10] * 1e6)
+        for name, values in taken.items()
+    }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Handle:
-    state: Any
+    state: SessionState
 
 
 def _one(ends: InProcess, handles: list[_Handle], taken: dict[str, list[float]]) -> None:
@@ -290,9 +294,12 @@ def print_control(found: dict[str, Any]) -> None:
             f"{row.echo_wall_us:>10.0f}{row.client_cpu_us:>8.0f}{row.server_cpu_us:>8.0f}"
             f"{row.echo_cpu_us:>8.0f}{row.control_us:>9.0f}{row.quiet_us:>8.0f}"
         )
-    print(f"\n{'stages of a push alone, in one process':<44}{'CPU us':>8}")
-    for name, us in found["stages_us"].items():
-        print(f"{name:<44}{us:>8.0f}")
+    print(f"\n{'stages of a push alone, in one process':<44}{'CPU us':>8}{'quiet':>8}")
+    for name, (us, quiet) in found["stages_us"].items():
+        print(f"{name:<44}{us:>8.0f}{quiet:>8.0f}")
+    for end in ("client: ", "server: "):
+        ends = [stage for name, stage in found["stages_us"].items() if name.startswith(end)]
+        print(f"{end + 'all':<44}{sum(s[0] for s in ends):>8.0f}{sum(s[1] for s in ends):>8.0f}")
 
 
 if __name__ == "__main__":
