@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,62 +13,24 @@ import pytest
 from engram_core.checkpoint import open_checkpoint
 from engram_core.checkpoint.dense import read_matrix, read_stored_rows
 from engram_core.checkpoint.layouts import GGUF_KEYS, GGUF_LAYOUTS, gguf_layout, nearest
+from engram_core.errors import CheckpointError
+from engram_core.quant import row_format
 from engram_core.tools.synth import synth
-from tests.gguf_bytes import F16, I8, TOKEN_MAP, Gguf, Tensor, toy
-
-P = "deepseek41.engram."
-ROWS = {1: 72, 14: 204}
-
-
-def respell(file: Gguf, spellings: dict[str, str]) -> None:
-    file.keys = [
-        (P + spellings.get(name.removeprefix(P), name.removeprefix(P)), kind, value)
-        if name.startswith(P)
-        else (name, kind, value)
-        for name, kind, value in file.keys
-    ]
-
-
-def rename_tensors(file: Gguf, spellings: dict[str, str]) -> None:
-    for name, _ in list(file.tensors):
-        prefix, stem, _weight = name.rsplit(".", 2)
-        file.rename(name, f"{prefix}.{spellings.get(stem, stem)}.weight")
-
-
-def as_token_pad(file: Gguf) -> None:
-    file.drop(P + "pad_id")
-    file.set(P + "pad_token_id", "u32", 3)
-
-
-def layout_d(file: Gguf) -> None:
-    names = {"layer_ids": "layers", "key_length": "head_dim", "multipliers": "hash_multipliers"}
-    respell(file, names | {"primes": "head_bucket_sizes", "offsets": "head_offsets"})
-    as_token_pad(file)
-    file.set(P + "compressed_vocab_size", "u32", 8)
-    file.set(P + "table_rows", "[u32]", [72, 204])
-
-
-def layout_e(file: Gguf) -> None:
-    respell(file, {"head_count": "n_heads", "key_length": "head_dim"})
-    as_token_pad(file)
-    file.set(P + "token_map", "[u32]", TOKEN_MAP)
-    file.set(P + "compressed_vocab_size", "u32", 8)
-    file.set(P + "num_embeddings", "[u32]", [72, 204])
-    rename_tensors(file, {"engram_embd": "engram_embed"})
-
-
-def layout_f(file: Gguf) -> None:
-    """Primes and offsets are the loader's to derive."""
-    respell(file, {"multipliers": "hash_multipliers"})
-    as_token_pad(file)
-    file.drop(P + "primes")
-    file.drop(P + "offsets")
-    file.set(P + "vocab_size", "u32", 5)
-    file.set(P + "compressed_vocab_size", "u32", 8)
-
-
-def other_prefix(file: Gguf) -> None:
-    file.keys = [(name.replace(P, "deepseek4.engram."), kind, v) for name, kind, v in file.keys]
+from tests.gguf_bytes import Gguf, Tensor, toy
+from tests.layout_files import (
+    ROWS,
+    P,
+    as_row264,
+    layout_c,
+    layout_d,
+    layout_e,
+    layout_f,
+    layout_g,
+    other_prefix,
+    table,
+    write_config,
+    write_official,
+)
 
 
 def constants_as_tensors(file: Gguf) -> None:
@@ -100,7 +61,7 @@ def constants_as_tensors(file: Gguf) -> None:
     ids=["a", "d", "e", "f", "other_prefix", "constants_as_tensors"],
 )
 def test_other_spelling_is_the_same_checkpoint(
-    tmp_path: Path, change: Callable[[Gguf], None], layout: str
+    tmp_path: Path, change: Callable[[Gguf], object], layout: str
 ) -> None:
     plain = open_checkpoint(toy().write(tmp_path / "plain.gguf"))
     file = toy()
@@ -110,67 +71,14 @@ def test_other_spelling_is_the_same_checkpoint(
     assert other.hash_tables.pad_id == 2
 
 
-def fp8_rows(num_rows: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(num_rows)
-    codes = rng.integers(0, 256, (num_rows, 256), np.uint8)
-    codes[codes & 127 == 127] = 0
-    return codes, rng.integers(110, 130, (num_rows, 8), np.uint8)
-
-
-def f16_wkv(file: Gguf) -> None:
-    for layer_id in ROWS:
-        values = np.random.default_rng(layer_id).standard_normal(192 * 1536).astype("<f2")
-        tensor = file.tensor(f"blk.{layer_id}.engram_wkv.weight")
-        tensor.type_id, tensor.data = F16, values.tobytes()
-
-
-def layout_b() -> Gguf:
-    """Packed FP8 rows; no offsets, no sizes."""
-    file = toy()
-    f16_wkv(file)
-    for name in ("offsets", "head_count", "key_length", "max_ngram_size"):
-        file.drop(P + name)
-    file.set(P + "encoding", "str", "e4m3_e8m0_32_row264")
-    file.set(P + "rows", "[u32]", [72, 204])
-    file.set(P + "compressed_vocab_size", "u32", 8)
-    for layer_id, num_rows in ROWS.items():
-        data = np.concatenate(fp8_rows(num_rows), axis=1).tobytes()
-        table = file.tensor(f"blk.{layer_id}.engram_embd.weight")
-        table.ne, table.type_id, table.data = (264, num_rows), I8, data
-    names = {"engram_q": "engram_q_norm", "engram_k": "engram_k_norm", "engram_wkv": "engram_kv"}
-    rename_tensors(file, names)
-    return file
-
-
-def layout_c() -> Gguf:
-    """Codes and scales in tensors of their own; the pad is a token."""
-    file = toy()
-    f16_wkv(file)
-    names = {"layer_ids": "layers", "max_ngram_size": "ngram_size", "key_length": "head_dim"}
-    respell(file, names | {"primes": "head_bucket_sizes", "offsets": "head_offsets"})
-    as_token_pad(file)
-    file.set(P + "compressed_vocab_size", "u32", 8)
-    file.set(P + "embedding_counts", "[u32]", [72, 204])
-    for layer_id, num_rows in ROWS.items():
-        codes, scales = fp8_rows(num_rows)
-        table = file.tensor(f"blk.{layer_id}.engram_embd.weight")
-        table.type_id, table.data = I8, codes.tobytes()
-        scale = Tensor((8, num_rows), I8, scales.tobytes())
-        file.tensors.append((f"blk.{layer_id}.engram_embd_scale.weight", scale))
-    names = {"engram_q": "engram_q_weight", "engram_k": "engram_k_weight"}
-    rename_tensors(file, names | {"engram_wkv": "engram_kv"})
-    return file
-
-
 def test_packed_rows_and_separate_scales_are_the_same_table(tmp_path: Path) -> None:
-    b = open_checkpoint(layout_b().write(tmp_path / "b.gguf"))
     c = open_checkpoint(layout_c().write(tmp_path / "c.gguf"))
-    assert (b.layout, c.layout) == ("GGUF B", "GGUF C")
-    assert b.identity == c.identity
-    codes, scales = fp8_rows(204)
-    stored = read_stored_rows(c.layers[1].table, range(204))
-    assert np.array_equal(stored, np.concatenate([codes, scales], axis=1))
-    assert not b.layers[0].requantize_input
+    official = open_checkpoint(write_official(tmp_path / "official"))
+    rows = read_stored_rows(c.layers[1].table, range(204))
+    assert rows.tobytes() == as_row264(table(14))
+    assert np.array_equal(rows, read_stored_rows(official.layers[1].table, range(204)))
+    assert not c.layers[0].requantize_input
+    assert official.layers[0].requantize_input
 
 
 def test_constants_missing_are_derived_from_the_files_beside(tmp_path: Path) -> None:
@@ -217,3 +125,45 @@ def test_every_key_of_every_layout_is_known() -> None:
 def test_unknown_name_is_answered_with_the_nearest() -> None:
     assert nearest("multipliers_", GGUF_KEYS) == "the nearest known one is 'multipliers'"
     assert nearest("xyz", ["a", "b"]) == "known: a, b"
+
+
+def test_side_file_without_config_says_where_eps_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"layer_norm_rms_epsilon.*config\.json"):
+        open_checkpoint(layout_g().write(tmp_path / "g.gguf"))
+
+
+def test_side_file_may_hold_eps_itself(tmp_path: Path) -> None:
+    file = layout_g()
+    file.set("deepseek4-engram.attention.layer_norm_rms_epsilon", "f32", 1e-20)
+    assert open_checkpoint(file.write(tmp_path / "g.gguf")).geometry.eps == 1e-20
+
+
+def test_orders_said_must_be_those_of_the_n_gram_size(tmp_path: Path) -> None:
+    file = layout_g()
+    file.set("deepseek4-engram.ngram_count", "u32", 4)
+    write_config(tmp_path)
+    with pytest.raises(CheckpointError, match="ngram_count': expected 3, got 4"):
+        open_checkpoint(file.write(tmp_path / "g.gguf"))
+
+
+def test_digest_of_a_forks_converter_is_stepped_over(tmp_path: Path) -> None:
+    file = layout_d()
+    file.set(P + "hash_contract_sha256", "str", "9a" * 32)
+    assert open_checkpoint(file.write(tmp_path / "d.gguf")).geometry.table_rows == (72, 204)
+
+
+def test_constant_said_as_key_and_as_tensor_is_refused(tmp_path: Path) -> None:
+    file = toy()
+    tensor = Tensor((11,), 26, np.zeros(11, "<i4").tobytes())
+    file.tensors.append(("engram.token_map", tensor))
+    with pytest.raises(CheckpointError, match="one spelling, got a second token_map"):
+        open_checkpoint(file.write(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize("scales", ["F8_E8M0", "U8", "F32"])
+def test_scales_of_any_type_scale_alike(tmp_path: Path, scales: str) -> None:
+    """Field report B21: a float32 scale is a factor, a byte of 127 is 1.0."""
+    checkpoint = open_checkpoint(write_official(tmp_path / "c", scales=scales))
+    rows = read_stored_rows(checkpoint.layers[0].table, range(72))
+    values = row_format(checkpoint.layers[0].table.encoding).dequantize(rows)
+    assert np.array_equal(values, table(1).numbers)

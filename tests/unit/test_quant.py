@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from engram_core.errors import BadTensor, CheckpointError
 from engram_core.quant import (
+    BLOCK33,
     ROW264,
+    ROW288,
     dequantize_fp8_matrix,
     e4m3_to_f32,
     e8m0_to_f32,
@@ -281,3 +283,84 @@ def test_a_bad_value_makes_its_own_group_nan_only(bad: float) -> None:
 
 def test_requantising_no_rows_gives_no_rows() -> None:
     assert requantize(torch.empty((0, 64), dtype=torch.bfloat16)).shape == (0, 64)
+
+
+F16_EDGES = [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00]
+"""+-0, subnormals, the smallest normal, 1, +-largest, +-infinity, NaN."""
+
+F16_AT = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where a block keeps its float16 scales."""
+
+
+def edge_blocks(name: str) -> NDArray[np.uint8]:
+    """Blocks of zeros, of ones, and of random codes under every kind of scale."""
+    form, rng = row_format(name), np.random.default_rng(2)
+    blocks = [np.full((1, form.block_bytes), fill, np.uint8) for fill in (0x00, 0xFF, 0x7F, 0x80)]
+    scales: list[tuple[int, NDArray[np.uint8]]] = []
+    for at in F16_AT.get(name, ()):
+        scales += [(at, np.array([bits], "<u2").view(np.uint8)) for bits in F16_EDGES]
+    if name == "MXFP4":
+        scales += [(0, np.array([e], np.uint8)) for e in (0, 1, 2, 127, 254, 255)]
+    for at, scale in scales:
+        block = rng.integers(0, 256, (8, form.block_bytes), np.uint8)
+        block[:, at : at + len(scale)] = scale
+        blocks.append(block)
+    if form.block_values == 1:  # every float of 16 bits, and each as the upper half of 32
+        halves = np.arange(1 << 16, dtype="<u2")
+        wide = halves.astype("<u4") << 16 | 1 if name == "F32" else halves
+        blocks.append(np.ascontiguousarray(wide).view(np.uint8).reshape(-1, form.block_bytes))
+    return np.concatenate(blocks)
+
+
+def assert_same_f32(got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Equal by bits, zeros' signs included; NaN is NaN, whatever its payload."""
+    nan = np.isnan(expected)
+    assert np.array_equal(np.isnan(got), nan)
+    assert np.array_equal(got.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_edge_blocks_equal_the_gguf_package_by_bits(name: str) -> None:
+    blocks = edge_blocks(name)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    got = row_format(name).dequantize(blocks)
+    assert_same_f32(got, expected.astype(np.float32).reshape(got.shape))
+
+
+def test_every_format_the_gguf_package_decodes_is_read_or_refused_by_name() -> None:
+    for kind in gguf.quants._type_traits:
+        if kind.name in PACKED:
+            assert row_format_of_type(int(kind)).name == kind.name
+        else:
+            with pytest.raises(CheckpointError, match=kind.name):
+                row_format_of_type(int(kind))
+
+
+@pytest.mark.parametrize("name", [ROW264, BLOCK33, ROW288])
+def test_fp8_rows_of_every_code_and_scale_equal_ml_dtypes_by_bits(name: str) -> None:
+    codes = np.resize(CODES, (256, 256)) if name != ROW288 else np.resize(CODES, (8, 256))
+    scales = CODES.repeat(8).reshape(256, 8)
+    factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    rows = np.concatenate([codes, scales[: len(codes)]], axis=1)
+    if name == BLOCK33:
+        groups = [scales[:, :, None], codes.reshape(256, 8, 32)]
+        rows = np.concatenate(groups, axis=2).reshape(256, 264)
+    if name == ROW288:
+        edges = [0.0, -0.0, 2.0**-149, 0.1, -3.0, 3e38, np.inf, np.nan]
+        factors = np.array(edges, "<f4").repeat(8).reshape(8, 8)
+        rows = np.concatenate([codes, np.ascontiguousarray(factors).view(np.uint8)], axis=1)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    with np.errstate(all="ignore"):
+        expected = values * factors.repeat(32, axis=1)
+    assert_same_f32(row_format(name).dequantize(np.ascontiguousarray(rows)), expected)
+
+
+def test_an_fp8_matrix_takes_float32_scales() -> None:
+    codes = np.full((40, 40), 0x38, np.uint8)  # 1.0
+    scales = np.array([[0.5, 3.0], [0.1, -2.0]], "<f4")
+    values = dequantize_fp8_matrix(codes, scales)
+    assert values[[0, 0, 39, 39], [0, 39, 0, 39]].tolist() == [0.5, 3.0, np.float32(0.1), -2.0]
