@@ -80,6 +80,11 @@ class KvBatches:
         for piece in batch:
             piece.job.finish_piece()
 
+    def answer(self, batch: list[Piece], slots: Ints) -> None:
+        """Write the answers of one layer whose kv is there. slots: int64 [T], of all pieces."""
+        self.stages.begin(batch)
+        self._answer(batch, slots)
+
     @contextmanager
     def _lease(self, pieces: list[Piece]) -> Iterator[Lease]:
         """Pin the entries of windows, computing those that are missing."""
@@ -94,6 +99,7 @@ class KvBatches:
                 if len(lease.compute):
                     slots = lease.slots[lease.compute]
                     self._backend.project(layer, slots, windows=windows[lease.compute])
+                    self._store.fill(lease)
             except BaseException:
                 self._store.abandon(lease)
                 raise
@@ -118,6 +124,10 @@ class KvBatches:
 
     def _answer(self, pieces: list[Piece], slots: Ints) -> None:
         """Write what was asked for. slots: int64 [T] of the pieces, one after the other."""
+        if len(pieces) == 1:
+            if pieces[0].job.output is not Output.NONE:
+                self._write(pieces[0].job.output, [(pieces[0], slots)])
+            return
         ends = np.cumsum([piece.num_tokens for piece in pieces]).tolist()
         parts = [
             (piece, slots[start:stop])
@@ -131,8 +141,11 @@ class KvBatches:
     def _write(self, output: Output, run: list[tuple[Piece, Ints]]) -> None:
         pieces = [piece for piece, _ in run]
         layer = pieces[0].layer
-        slots = np.concatenate([slots for _, slots in run])
-        dead = np.concatenate([piece.dead for piece in pieces])
+        if len(run) == 1:
+            slots, dead = run[0][1], pieces[0].dead
+        else:
+            slots = np.concatenate([slots for _, slots in run])
+            dead = np.concatenate([piece.dead for piece in pieces])
         tensors = [piece.tensor for piece in pieces]
         if output is Output.RESIDUAL:
             with self.stages.measure("gate", pieces):

@@ -30,6 +30,7 @@ from engram_core.engine_types import (
 from engram_core.errors import EngramError, SchemaError, StepRefused
 from engram_core.fence import Asked
 from engram_core.hashing import compress
+from engram_core.near import CallSoon
 from engram_core.reads import read_hash_ids, read_lookback
 from engram_core.requests import check_open, check_tokens
 from engram_core.scheduler import Scheduler
@@ -211,6 +212,13 @@ class Engine:
         return step.answer
 
     # ---- life
+
+    def attach(self, call_soon: CallSoon) -> None:
+        """Let the calling thread, an event loop's, run reads of up to `near_tokens` itself.
+
+        call_soon: calls a function on this thread after its present turn
+        """
+        self._scheduler.attach(call_soon)
 
     @property
     def failure(self) -> EngramError | None:

@@ -35,6 +35,8 @@ class EngineLimits:
     """The engine's bounds (settings of the same names).
 
     max_tokens: of one request and of one launch; chunk_tokens: largest piece of a batch
+    near_tokens: largest read that the asking thread may run itself (0: none; needs a backend whose
+        gate and read_kv may run beside project)
     """
 
     max_tokens: int = 8192
@@ -43,6 +45,7 @@ class EngineLimits:
     session_ttl_s: float = 600.0
     ahead_tokens: int = 64
     chunk_tokens: int = 256
+    near_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ memory of the slots is the backend's.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
@@ -44,11 +45,11 @@ class StoreCounters:
 
 
 class KvStore:
-    """The index of a fixed number of kv slots. One thread uses it (the kv lane).
+    """The index of a fixed number of kv slots; thread-safe.
 
-    An entry is found from the moment its lease is made: on one lane whoever finds it runs after the
-    projection that fills it. A batch of at most `num_slots` tokens always fits while no other lease
-    is open.
+    `acquire` finds an entry from the moment its lease is made: one lane acquires, and whoever finds
+    it there runs after the projection that fills it. `find`, for other threads, finds only what is
+    filled. A batch of at most `num_slots` tokens always fits while no other lease is open.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -59,12 +60,14 @@ class KvStore:
         self._slot_of: dict[bytes, int] = {}
         self._key_of = np.full(num_slots, None, dtype=object)
         self._pins = np.zeros(num_slots, dtype=np.int32)
+        self._filled = np.zeros(num_slots, dtype=np.bool_)
         # When each entry was last leased; 0 = no entry (free, or lent without a key).
         self._stamps = np.zeros(num_slots, dtype=np.int64)
         self._now = 0
         self._free = list(range(num_slots))[::-1]
         self._queue = np.empty(0, dtype=np.int64)
         self._queued_at = np.empty(0, dtype=np.int64)
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -77,6 +80,28 @@ class KvStore:
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
         keys = _keys(layer_index, tenants, windows)
+        with self._lock:
+            return self._acquire(keys)
+
+    def find(self, layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> Lease | None:
+        """Pin the entries of all tokens if each is there and filled; None, and no change, if not.
+
+        tenants: int64 [T]; windows: int32 [T, max_ngram_size]
+        """
+        keys = _keys(layer_index, tenants, windows)
+        with self._lock:
+            try:
+                slots = np.array([self._slot_of[key] for key in keys], dtype=np.int64)
+            except KeyError:
+                return None
+            if not self._filled[slots].all():
+                return None
+            self._now += 1
+            self._pin(np.unique(slots) if len(slots) > 1 else slots)
+            self.counters.hits += len(keys)
+        return Lease(slots, slots[:0])
+
+    def _acquire(self, keys: list[bytes]) -> Lease:
         found = map(self._slot_of.get, keys, repeat(-1))
         slots = np.fromiter(found, dtype=np.int64, count=len(keys))
         missing = np.flatnonzero(slots < 0)
@@ -110,25 +135,36 @@ class KvStore:
         self._key_of[fresh] = np.fromiter(keys, dtype=object, count=len(keys))
         self._pin(np.array(fresh, dtype=np.int64))
 
+    def fill(self, lease: Lease) -> None:
+        """Let `find` find what was computed for a lease."""
+        with self._lock:
+            self._filled[lease.slots[lease.compute]] = True
+
     def release(self, lease: Lease) -> None:
         """Unpin: every slot of the lease has been computed."""
-        self._pins[np.unique(lease.slots)] -= 1
+        slots = lease.slots
+        distinct = np.unique(slots) if len(slots) > 1 else slots
+        with self._lock:
+            self._pins[distinct] -= 1
 
     def abandon(self, lease: Lease) -> None:
         """Unpin after a failed computation, and forget what it was to compute."""
         self.release(lease)
-        self._forget(lease.slots[lease.compute])
+        with self._lock:
+            self._forget(lease.slots[lease.compute])
 
     def lend(self, count: int) -> Ints:
         """Lend slots that no key finds: int64 [count]. `give_back` them.
 
         Raises: MemoryError if too many slots are pinned.
         """
-        return np.array(self._take(count), dtype=np.int64)
+        with self._lock:
+            return np.array(self._take(count), dtype=np.int64)
 
     def give_back(self, slots: Ints) -> None:
         """Take lent slots back."""
-        self._free += slots.tolist()
+        with self._lock:
+            self._free += slots.tolist()
 
     def _pin(self, slots: Ints) -> None:
         self._pins[slots] += 1
@@ -176,6 +212,7 @@ class KvStore:
         deque(map(self._slot_of.__delitem__, keys), maxlen=0)
         self._key_of[slots] = None
         self._stamps[slots] = 0
+        self._filled[slots] = False
         self._free += slots.tolist()
 
 

@@ -1,8 +1,9 @@
-"""Who runs what when: two lanes of batches over one backend.
+"""Who runs what when: two lanes of batches over one backend, and the asking thread itself.
 
 The kv lane owns everything that touches kv slots; its order is reads, then decode-sized work ahead,
 then prefill ahead by (chunk, layer). The rows lane serves rows and hash_ids, which so never wait
-for `wkv`. Whatever waits for one layer when a lane comes free is one ragged batch.
+for `wkv`. Whatever waits for one layer when a lane comes free is one ragged batch. Small reads of
+what the store holds may be run by the thread that asks (`near.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engram_core.errors import Draining, EngramError, Internal
 from engram_core.jobs import Job, Piece
 from engram_core.kv_store import KvStore
 from engram_core.lanes import Class, Lane
+from engram_core.near import MAX_PINNED, CallSoon, Near
 from engram_core.queues import ChunkQueue, FairQueue
 
 _READS, _DECODE_AHEAD, _PREFILL_AHEAD = range(3)
@@ -39,11 +41,14 @@ class Scheduler:
         self._ahead_tokens = 0
         self._ahead_dropped = 0
         # A piece fits the store, and so does a batch: else its slots could evict each other.
-        self._piece_tokens = min(limits.chunk_tokens, limits.max_tokens, backend.num_slots)
-        launch = min(limits.max_tokens, backend.num_slots)
+        num_slots = backend.num_slots - (MAX_PINNED if limits.near_tokens else 0)
+        self._piece_tokens = min(limits.chunk_tokens, limits.max_tokens, num_slots)
+        launch = min(limits.max_tokens, num_slots)
         self._ahead_limit = min(backend.num_slots, _AHEAD_LAUNCHES * launch)
         self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
         self._kv = KvBatches(backend, self.store, self._piece_tokens)
+        self._near_kv = KvBatches(backend, self.store, self._piece_tokens)
+        self._near = Near(self.store, self._near_kv, limits.near_tokens, self._fail)
         self._rows = RowBatches(backend)
         self._kv_lane = Lane(
             "engram-kv",
@@ -67,8 +72,15 @@ class Scheduler:
         """The kv lane and the rows lane."""
         return self._kv_lane, self._rows_lane
 
+    def attach(self, call_soon: CallSoon) -> None:
+        """Let the calling thread run small reads itself (see `Near`)."""
+        self._near.attach(call_soon)
+
     def submit(self, job: Job) -> None:
         """Queue a read. Raises: Internal after a failure, Draining after `close`."""
+        job.submitted_s = time.perf_counter()
+        if self._near.take(job):
+            return
         is_rows = job.output in (Output.ROWS, Output.HASH_IDS)
         if not self._queue(self._rows_lane if is_rows else self._kv_lane, job, _READS):
             raise self.refusal()
@@ -109,7 +121,7 @@ class Scheduler:
         """Plain numbers since the start."""
         store = self.store.counters
         seconds: dict[str, float] = {}
-        for stages in (self._kv.stages, self._rows.stages):
+        for stages in (self._kv.stages, self._near_kv.stages, self._rows.stages):
             for stage, value in list(stages.seconds.items()):
                 seconds[f"{stage}_s"] = seconds.get(f"{stage}_s", 0.0) + value
         return {
@@ -122,6 +134,7 @@ class Scheduler:
             "ahead_dropped": self._ahead_dropped,
             "rows_gathered": self._rows.rows_gathered,
             **_batch_counters("kv", self._kv.stages),
+            **_batch_counters("near", self._near_kv.stages),
             **_batch_counters("rows", self._rows.stages),
             **seconds,
         }
@@ -140,6 +153,7 @@ class Scheduler:
         self._stop(failure)
 
     def _stop(self, error: EngramError) -> None:
+        self._near.stop(error)
         for lane in self.lanes:
             lane.stop(error)
 

@@ -178,6 +178,7 @@ class Server(uvicorn.Server):
             self.start_error, self.exit_status = loaded, EXIT_START
             return True
         self._state.serve(loaded)
+        loaded.engine.attach(asyncio.get_running_loop().call_soon)
         for line in loaded.ledger.table():
             log.info("memory", line=line)
         for listener in self._listeners:

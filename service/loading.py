@@ -21,6 +21,10 @@ from service.state import Model
 
 log = structlog.get_logger("engram.load")
 
+NEAR_TOKENS = 16
+"""Reads up to this size are run on the event loop's thread, on the CPU: 70 to 200 us, less than
+handing them over (docs/notes/fast_path.md). A GPU's calls wait for the device: never there."""
+
 ProgressReport = Callable[[str, int, int], None]
 
 
@@ -110,6 +114,7 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
         max_held_tokens=settings.max_held_tokens,
         session_ttl_s=settings.session_ttl_s,
         ahead_tokens=sizes.ahead_tokens,
+        near_tokens=0 if device.is_cuda else NEAR_TOKENS,
     )
     engine = Engine(backend, limits)
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)

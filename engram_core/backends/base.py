@@ -3,7 +3,8 @@
 A kv slot holds the `hc_mult` keys and the value of one (layer, window) as bfloat16
 [(hc_mult + 1) * dim]. The backend owns the memory of the slots; which slot holds what is
 `kv_store.py`'s business. Calls come from one thread a lane (see `scheduler.py`): `rows` may run
-beside the other methods, which never run beside each other.
+beside the other methods, which never run beside each other; only where `near_tokens` of the
+engine's limits allows it, `gate` and `read_kv` run beside a `project` into other slots.
 """
 
 from __future__ import annotations

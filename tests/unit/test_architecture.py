@@ -45,7 +45,7 @@ LEVELS = {
         "loader",
         "jobs",
         "queues reads batches",
-        "requests lanes",
+        "requests lanes near",
         "scheduler",
         "dispatch",
         "waiting",

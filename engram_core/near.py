@@ -1,0 +1,134 @@
+"""Small reads whose kv is there already, run by the thread that asks for them.
+
+A lane costs two thread wake-ups and the interpreter's lock twice, 100 to 300 us on a machine that
+has other work; such a read costs 70 to 200 us (docs/notes/fast_path.md). It also need not wait for
+the projection a lane is busy with: its kv is filled, and pinned until it is answered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engram_core.batches import KvBatches
+from engram_core.engine_types import Output
+from engram_core.errors import EngramError
+from engram_core.jobs import Job, Piece
+from engram_core.kv_store import KvStore, Lease
+
+MAX_PINNED = 64
+"""Tokens that may wait here: what bounds the owner's turn, and the slots kept from a lane."""
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A piece and its pinned slots."""
+
+    piece: Piece
+    lease: Lease
+
+
+class Near:
+    """What came in one turn of its owner's event loop is one batch a layer.
+
+    max_tokens: of a read that is taken; 0 = none is
+    on_failure: told a backend's exception and the batch
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        batches: KvBatches,
+        max_tokens: int,
+        on_failure: Callable[[BaseException, list[Piece]], None],
+    ) -> None:
+        self._store = store
+        self._batches = batches
+        self._max_tokens = max_tokens
+        self._on_failure = on_failure
+        self._call_soon: CallSoon | None = None
+        self._owner = 0
+        self._found: list[_Found] = []
+        self._num_pinned = 0
+        self._stopped: EngramError | None = None
+
+    def attach(self, call_soon: CallSoon) -> None:
+        """Make the calling thread the owner.
+
+        call_soon: calls a function on this thread once it is done with what it does now
+        """
+        self._owner, self._call_soon = threading.get_ident(), call_soon
+
+    def take(self, job: Job) -> bool:
+        """Take a job if it is one for here; False if it is for a lane."""
+        tokens = len(job.read) * len(job.layers)
+        if (
+            self._call_soon is None
+            or self._stopped is not None
+            or tokens > self._max_tokens
+            or self._num_pinned + tokens > MAX_PINNED
+            or job.output not in (Output.RESIDUAL, Output.KV)
+            or threading.get_ident() != self._owner
+        ):
+            return False
+        found = self._find(job)
+        if not found:
+            return False
+        job.pieces_left = len(found)
+        self._num_pinned += tokens
+        if not self._found:
+            self._call_soon(self._run)
+        self._found += found
+        return True
+
+    def stop(self, error: EngramError) -> None:
+        """Take no more work; what was taken and has not run fails with `error`."""
+        self._stopped = error
+
+    def _find(self, job: Job) -> list[_Found]:
+        """Pin the slots of every layer, or of none."""
+        found: list[_Found] = []
+        for piece in job.pieces(self._max_tokens):
+            windows = piece.windows
+            tenants = np.full(piece.num_tokens, job.tenant, dtype=np.int64)
+            lease = None if windows is None else self._store.find(piece.layer, tenants, windows)
+            if lease is None:
+                self._release(found)
+                return []
+            found.append(_Found(piece, lease))
+        return found
+
+    def _run(self) -> None:
+        found, self._found, self._num_pinned = self._found, [], 0
+        for layer in {each.piece.layer for each in found}:
+            self._run_layer([each for each in found if each.piece.layer == layer])
+
+    def _run_layer(self, found: list[_Found]) -> None:
+        if self._stopped is not None:
+            for each in found:
+                each.piece.job.fail(self._stopped)
+            return
+        wanted = [each for each in found if each.piece.job.is_wanted]
+        batch = [each.piece for each in wanted]
+        try:
+            if len(wanted) == 1:
+                self._batches.answer(batch, wanted[0].lease.slots)
+            elif wanted:
+                slots = np.concatenate([each.lease.slots for each in wanted])
+                self._batches.answer(batch, slots)
+        except BaseException as error:  # whatever it was: nobody may be left waiting
+            self._on_failure(error, batch)
+            return
+        finally:
+            self._release(found)
+        for piece in batch:
+            piece.job.finish_piece()
+
+    def _release(self, found: list[_Found]) -> None:
+        for each in found:
+            self._store.release(each.lease)
