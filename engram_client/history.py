@@ -70,7 +70,10 @@ class History:
         begin = position - self.origin
         if begin < 0 or position > self.length:
             raise IndexError(f"position {position}: expected {self.origin}..{self.length}")
-        self._ids[begin : begin + len(ids)] = array("i", ids)
+        if begin == len(self._ids):
+            self._ids.extend(ids)
+        else:
+            self._ids[begin : begin + len(ids)] = array("i", ids)
         self.length = self.origin + len(self._ids)
 
     def cut(self, length: int) -> None:
