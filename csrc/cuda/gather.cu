@@ -11,6 +11,7 @@
 #include "../formats/requantize.h"
 #include "../hash.h"
 #include "../status.h"
+#include "dependent.cuh"
 #include "packed.cuh"
 #include "vector.cuh"
 
@@ -70,6 +71,7 @@ __device__ __forceinline__ void requantize_group(float (&y)[8], unsigned lanes) 
 template <class Format, int kRows>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs args) {
+  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kGatherWarps + threadIdx.x / 32;
   const int64_t first = warp * kRows;

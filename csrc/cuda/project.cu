@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "../status.h"
+#include "dependent.cuh"
 #include "slots.cuh"
 
 namespace engram {
@@ -140,24 +141,31 @@ __global__ void __launch_bounds__(kProjectThreads)
   const uint32_t base = shared_address(shared);
   const int num_steps = static_cast<int>((args.in_features + kDepth - 1) / kDepth);
 
-  auto fetch = [&](int step) {
-    if (step < num_steps) {
-      const uint32_t stage = base + step % kStages * kStageBytes;
-      const int64_t k = static_cast<int64_t>(step) * kDepth;
-      copy_tile<kOutputs>(stage, args.wkv, output, args.out_features, k, args.in_features);
-      copy_tile<kTokens>(stage + kWeightBytes, args.rows, token, args.num_tokens, k,
-                         args.in_features);
-    }
+  auto fetch_weights = [&](int step) {
+    if (step < num_steps)
+      copy_tile<kOutputs>(base + step % kStages * kStageBytes, args.wkv, output,
+                          args.out_features, static_cast<int64_t>(step) * kDepth,
+                          args.in_features);
+  };
+  auto fetch_tokens = [&](int step) {
+    if (step < num_steps)
+      copy_tile<kTokens>(base + step % kStages * kStageBytes + kWeightBytes, args.rows, token,
+                         args.num_tokens, static_cast<int64_t>(step) * kDepth, args.in_features);
     asm volatile("cp.async.commit_group;");
   };
 
   float sums[kTokens / 8][4] = {};
+  // The weights of the first stages are on their way while the rows are still being gathered.
 #pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) fetch(step);
+  for (int step = 0; step < kStages - 1; ++step) fetch_weights(step);
+  await_prerequisites();
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) fetch_tokens(step);
   for (int step = 0; step < num_steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
     __syncthreads();  // the stage is here, and everybody is done with the one refilled next
-    fetch(step + kStages - 1);
+    fetch_weights(step + kStages - 1);
+    fetch_tokens(step + kStages - 1);
     const uint32_t stage = base + step % kStages * kStageBytes;
     multiply_stage<kTokens>(sums, stage, stage + kWeightBytes, warp, lane);
   }
@@ -177,9 +185,8 @@ engram_status launch_project(const ProjectArgs& args, cudaStream_t stream) {
                          ((args.out_features + kOutputs - 1) / kOutputs);
   ENGRAM_REQUIRE(blocks <= 0x7FFFFFFF, "project: %lld tokens are too many for one launch",
                  static_cast<long long>(args.num_tokens));
-  project_kernel<kTokens>
-      <<<static_cast<unsigned>(blocks), kProjectThreads, kBytes, stream>>>(args);
-  ENGRAM_CUDA(cudaGetLastError());
+  ENGRAM_CUDA(launch_dependent(project_kernel<kTokens>, static_cast<unsigned>(blocks),
+                               kProjectThreads, kBytes, stream, args));
   return ENGRAM_OK;
 }
 

@@ -1,5 +1,7 @@
 """The CUDA backend: tables, wkv and kv slots resident on one device.
 
+`gate` and `read_kv` may run beside a `project` into other slots, and beside each other.
+
 Three queues: projections (work ahead) on a low-priority stream, gates and kv read-outs on an
 urgent one, rows on a third. A projection is enqueued in chunks and not waited for; a gate waits on
 the device for exactly those projections that its slots come from.
@@ -42,7 +44,11 @@ _Owned = TypeVar("_Owned", Stream, Event, ControlRing, Lane, GateLanes, PinnedBu
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _TRACKED = 64
-"""Projections whose ends are remembered; the oldest is waited for before another is enqueued."""
+"""Projections whose ends are remembered."""
+
+_QUEUED = 2
+"""Projections the device may have at once: it never idles between them, and what becomes urgent
+meanwhile waits for no more than these."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class CudaBackend:
         self._native = native
         self._device_index = device_index
         self._thread = threading.local()
+        # Gates and read-outs may come from an event loop's thread beside a lane's.
+        self._urgent_lock = threading.Lock()
         device = device or native.device(device_index)
         self._mapped_tokens = 1 << 30 if device.integrated else MAPPED_TOKENS
         self._gemm_sms = max(0, device.num_sms - self._sizes.spare_sms)
@@ -213,21 +221,8 @@ class CudaBackend:
         hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
         _require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
         slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
-        after = self._projection_of(slots)
-        if after is not None:
-            self._urgent.wait(after)
-        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
-            lane = self._lanes[turn % len(self._lanes)]
-            lane.finish()
-            to = self._place(lane, out[piece])
-            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
-            self.engram.read_kv(
-                piece.stop - piece.start, to, self._urgent, slots=places, is_dead=flags
-            )
-            if is_sent:
-                self._control.release(self._urgent)
-            lane.end(self._urgent)
-        self._finish_lanes()
+        with self._urgent_lock:
+            self._read_kv(slots, dead, out)
 
     def gate(
         self,
@@ -244,17 +239,8 @@ class CudaBackend:
         slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
         if not slots.size:
             return
-        params = self._gates[layer_index]
-        params.after = self._handle_of(self._projection_of(slots))
-        params.gate.is_f32 = residual.dtype == torch.float32
-        if self._is_pinned(residual) and (out is residual or self._is_pinned(out)):
-            self._gate_in_place(params, slots, dead, residual.data_ptr(), out.data_ptr())
-            return
-        stage = self._stage.address
-        for piece in pieces(len(slots), self._stage_tokens):
-            copy_memory(stage, residual[piece])
-            self._gate_in_place(params, slots[piece], dead[piece], stage, stage)
-            copy_memory(out[piece], stage)
+        with self._urgent_lock:
+            self._gate(layer_index, slots, dead, residual, out)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Make pinned memory for bodies and answers: uint8 [num_bytes], until `close`.
@@ -336,6 +322,7 @@ class CudaBackend:
         hash_ids: NDArray[np.int64] | None,
     ) -> None:
         stream, count = self._project_stream, len(slots)
+        self._await_sequence(self._sequence - _QUEUED + 1)
         is_inline = fits_inline(count)
         first = int(slots[0])
         is_run = count > 1 and int(slots[-1]) - first == count - 1
@@ -360,10 +347,7 @@ class CudaBackend:
         if not (is_inline and windows is not None and windows.shape[1] <= 4):
             self._project_control.release(stream)
         self._sequence += 1
-        end = self._ends[self._sequence % _TRACKED]
-        end.wait()  # the one recorded _TRACKED projections ago
-        end.record(stream)
-        self._finished = max(self._finished, self._sequence - _TRACKED)
+        self._ends[self._sequence % _TRACKED].record(stream)
         self._made_by[slots] = self._sequence
 
     def _projection_of(self, slots: NDArray[np.int64]) -> Event | None:
@@ -375,7 +359,7 @@ class CudaBackend:
         end = self._ends[last % _TRACKED]
         if not end.is_done():
             return end
-        self._finished = last
+        self._finished = max(self._finished, last)
         return None
 
     @staticmethod
@@ -385,7 +369,46 @@ class CudaBackend:
     def _await_sequence(self, last: int) -> None:
         if last > self._finished:
             self._ends[last % _TRACKED].wait()
-            self._finished = last
+            self._finished = max(self._finished, last)
+
+    def _read_kv(
+        self, slots: NDArray[np.int64], dead: NDArray[np.bool_], out: torch.Tensor
+    ) -> None:
+        after = self._projection_of(slots)
+        if after is not None:
+            self._urgent.wait(after)
+        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
+            lane = self._lanes[turn % len(self._lanes)]
+            lane.finish()
+            to = self._place(lane, out[piece])
+            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
+            self.engram.read_kv(
+                piece.stop - piece.start, to, self._urgent, slots=places, is_dead=flags
+            )
+            if is_sent:
+                self._control.release(self._urgent)
+            lane.end(self._urgent)
+        self._finish_lanes()
+
+    def _gate(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        params = self._gates[layer_index]
+        params.after = self._handle_of(self._projection_of(slots))
+        params.gate.is_f32 = residual.dtype == torch.float32
+        if self._is_pinned(residual) and (out is residual or self._is_pinned(out)):
+            self._gate_in_place(params, slots, dead, residual.data_ptr(), out.data_ptr())
+            return
+        stage = self._stage.address
+        for piece in pieces(len(slots), self._stage_tokens):
+            copy_memory(stage, residual[piece])
+            self._gate_in_place(params, slots[piece], dead[piece], stage, stage)
+            copy_memory(out[piece], stage)
 
     def _gate_in_place(
         self,

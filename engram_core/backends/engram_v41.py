@@ -179,6 +179,55 @@ class EngramV41:
             output=output,
         )
 
+    def rows_from_q2k(self, raw: int, num_rows: int, stream: Stream) -> None:
+        """Fill the rows workspace from Q2_K rows of 84 bytes at an address (device or pinned).
+
+        Raises: TooManyTokens, BadTensor, before any launch. Source: `rows_from_q2k` of the seed.
+        """
+        if self.geometry.head_dim != 256:
+            got = self.geometry.head_dim
+            message = f"Q2_K rows of {ENGRAM_ROW_BYTES} bytes hold 256 values, head_dim is {got}"
+            raise BadTensor(message, expected=256, got=got)
+        self._require_row_count(num_rows)
+        params = abi.Dequantize(
+            format=abi.FORMATS["Q2_K"],
+            rows_per_scale=1,
+            num_rows=num_rows,
+            row_values=256,
+            codes=raw,
+            out=self.rows_workspace.address,
+            stream=stream.handle,
+        )
+        self.native.dequantize(byref(params))
+
+    def rows_from_bf16(self, rows: int, num_rows: int, stream: Stream) -> None:
+        """Fill the rows workspace from bfloat16 rows at an address (device or pinned).
+
+        Raises: TooManyTokens before any copy. Source: `rows_from_bf16` of the seed.
+        """
+        self._require_row_count(num_rows)
+        num_bytes = num_rows * self.geometry.head_dim * 2
+        self.native.copy(self.rows_workspace.address, rows, num_bytes, stream.handle)
+
+    def apply(self, layer_index: int, streams: int, num_tokens: int, stream: Stream) -> None:
+        """The rows workspace through wkv and the gate, in place on float32 streams.
+
+        streams: device address of float32 [T, hc_mult, dim]
+
+        Raises: TooManyTokens before any launch. Source: `apply` of the seed.
+        """
+        self.require_tokens(num_tokens)
+        to = self._kv_workspace.address
+        params = self.project_params(num_tokens, stream, to=to)
+        if self._serves_gemm(num_tokens):
+            self.project_gemm(layer_index, params)
+        else:
+            self.project_chain(layer_index, params)
+        gate = self.gate_params(layer_index)
+        gate.kv, gate.residual, gate.out = to, streams, streams
+        gate.num_tokens, gate.is_f32, gate.stream = num_tokens, 1, stream.handle
+        self.native.gate(byref(gate))
+
     def project_chain(self, layer_index: int, params: abi.Project) -> None:
         """The yardstick: rows (params.rows) @ wkv into params.kv."""
         params.wkv = self._layers[layer_index][0].wkv.address
@@ -204,7 +253,7 @@ class EngramV41:
         first_slot: given when slots are first_slot, first_slot + 1, ...
         """
         self.require_tokens(num_tokens)
-        if num_tokens <= CHAIN_TOKENS or not self._gemm or num_tokens > self._largest_gemm:
+        if not self._serves_gemm(num_tokens):
             params = self.project_params(num_tokens, stream, slots=slots)
             self.project_chain(layer_index, params)
             return
@@ -282,6 +331,15 @@ class EngramV41:
             stream=stream.handle,
         )
         self.native.read_kv(byref(params))
+
+    def _serves_gemm(self, num_tokens: int) -> bool:
+        return bool(self._gemm) and CHAIN_TOKENS < num_tokens <= self._largest_gemm
+
+    def _require_row_count(self, num_rows: int) -> None:
+        most = self.max_tokens * self.geometry.n_hash_cols
+        if num_rows > most:
+            message = f"the rows workspace holds {most} rows, got {num_rows}"
+            raise TooManyTokens(message, expected=most, got=num_rows)
 
     def layer(self, layer_index: int) -> DeviceLayer:
         return self._layers[layer_index][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import torch
 
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Device, Native, cublaslt_candidates
-from engram_core.errors import BadTensor, RowOutOfRange
+from engram_core.errors import BadTensor, RowOutOfRange, TooManyTokens
 from engram_core.hashing import hash_windows
-from engram_core.quant import requantize
+from engram_core.quant import requantize, row_format, to_bf16
 from tests.gpu.arrays import Arrays, same_bits
 from tests.gpu.layers import (
     HostLayer,
@@ -25,6 +26,10 @@ from tests.gpu.layers import (
     random_windows,
 )
 from tests.oracle import project as oracle_project
+
+if TYPE_CHECKING:
+    from engram_core.engine import Engine
+    from engram_core.engine_types import Output
 
 SLOTS = 2000
 
@@ -230,6 +235,33 @@ def test_rows_may_run_beside_the_rest(
     assert wrong == []
 
 
+def test_gates_may_run_beside_projections_into_other_slots(
+    served: Served, windows: np.ndarray
+) -> None:
+    slots, dead = np.arange(20), np.zeros(20, np.bool_)
+    served.backend.project(0, slots, windows=windows[:20])
+    residual = torch.randn((20, 4, 1024)).to(torch.bfloat16)
+    want = torch.empty_like(residual)
+    served.backend.gate(0, slots, dead, residual, want)
+    wrong: list[int] = []
+
+    def gate() -> None:
+        out = torch.empty_like(residual)
+        for turn in range(200):
+            served.backend.gate(0, slots, dead, residual, out)
+            if not torch.equal(out, want):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=gate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        served.backend.project(0, np.arange(1000, 2000), windows=windows)
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
 def test_two_payloads_in_turn_never_mix(served: Served, windows: np.ndarray) -> None:
     """Field report F2: a copy that returns before it has read."""
     slots, dead = np.arange(350), np.zeros(350, np.bool_)
@@ -244,6 +276,41 @@ def test_two_payloads_in_turn_never_mix(served: Served, windows: np.ndarray) -> 
         served.backend.gate(0, slots, dead, scratch, out)
         scratch.fill_(7.0)
         assert torch.equal(out, wanted[turn % 2])
+
+
+@pytest.mark.parametrize("with_gemm", [False, True])
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_the_seeds_calls_give_the_same_bits(
+    served: Served, windows: np.ndarray, with_gemm: bool, count: int
+) -> None:
+    engram, arrays = served.backend.engram, served.arrays
+    served.backend.synchronize()
+    engram.close_gemm()
+    if with_gemm:
+        assert served.backend.open_gemm(cublaslt_candidates())
+    slots, dead = np.arange(count), np.zeros(count, np.bool_)
+    served.backend.project(0, slots, windows=windows[:count])
+    residual = torch.randn((count, 4, 1024))
+    want = torch.empty_like(residual)
+    served.backend.gate(0, slots, dead, residual, want)
+    ids = hash_windows(windows[:count], served.tables, [0])[:, 0]
+    rows, streams = arrays.up(served.rows(ids, 0)), arrays.up(residual)
+    engram.rows_from_bf16(rows.address, ids.size, arrays.stream)
+    engram.apply(0, streams.address, count, arrays.stream)
+    assert same_bits(arrays.down(streams, torch.float32, tuple(residual.shape)), want)
+
+
+def test_q2k_rows_fill_the_workspace(served: Served) -> None:
+    engram, arrays = served.backend.engram, served.arrays
+    served.backend.synchronize()
+    stored = np.random.default_rng(1).integers(0, 256, (48, 84), dtype=np.uint8)
+    engram.rows_from_q2k(arrays.up(stored).address, 48, arrays.stream)
+    got = arrays.down(engram.rows_workspace, torch.bfloat16, (48, 256))
+    assert same_bits(got, to_bf16(row_format("Q2_K").dequantize(stored)))
+    with pytest.raises(TooManyTokens, match="holds 6144 rows, got 6145"):
+        engram.rows_from_q2k(0, 6145, arrays.stream)
+    with pytest.raises(TooManyTokens, match="holds 6144 rows, got 6145"):
+        engram.rows_from_bf16(0, 6145, arrays.stream)
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS])
@@ -289,3 +356,52 @@ def test_a_checkpoint_is_loaded_and_verified(
     result = verify(out, device="cuda:0")
     assert result.ok, result
     assert result.backend == "cuda"
+
+
+def test_the_engine_serves_the_same_answers_on_the_device(native: Native, tmp_path: Path) -> None:
+    """Rows and ids by bits; kv and residuals as close as two backends may be."""
+    from engram_core.checkpoint import open_checkpoint
+    from engram_core.engine import Engine
+    from engram_core.engine_types import EngineLimits, Output
+    from engram_core.loader import load
+    from engram_core.tools.synth import synth
+
+    out = tmp_path / "tiny.gguf"
+    synth(out, preset="tiny", fmt="gguf", quant="Q2_K", seed=2)
+    checkpoint = open_checkpoint(out)
+    answers: dict[str, list[torch.Tensor]] = {}
+    for device in ("cpu", "cuda:0"):
+        backend = load(checkpoint, device=device, num_slots=4096)
+        with Engine(backend, EngineLimits(ahead_tokens=64, chunk_tokens=64)) as engine:
+            answers[device] = [
+                tensor
+                for output in (Output.HASH_IDS, Output.ROWS, Output.KV, Output.RESIDUAL)
+                for tensor in _read(engine, output)
+            ]
+        backend.close()
+    pairs = zip(answers["cpu"], answers["cuda:0"], strict=True)
+    for want, got in pairs:
+        if want.dtype == torch.int64:
+            assert torch.equal(got, want)
+        else:
+            assert torch.allclose(got.float(), want.float(), rtol=2**-6, atol=2**-9)
+
+
+def _read(engine: Engine, output: Output) -> list[torch.Tensor]:
+    """100 tokens of two anonymous segments, both layers (a residual: one after the other)."""
+    from engram_core.engine_types import Output, Segments, StepRequest
+
+    count = np.array([60, 40], np.int32)
+    tokens = np.random.default_rng(1).integers(0, 9, 100)
+    lookback = np.array([[-1, -1, -1], [1, -1, 2]], np.int32)
+    segments = Segments(count, np.array([0, 3]), lookback=lookback, token_ids=tokens)
+    tensors: list[torch.Tensor] = []
+    for layers in ((1,), (14,)):
+        residual = None
+        if output is Output.RESIDUAL:
+            generator = torch.Generator().manual_seed(3)
+            residual = torch.randn((100, 2, 64), generator=generator)
+        request = StepRequest(segments, output, layers, residual=residual)
+        answer = engine.step("", request).result(timeout=60)
+        tensors.append(answer.tensors[layers[0]].clone())
+    return tensors
