@@ -232,7 +232,7 @@ class Exchange:
     def _lock(self, writes: Sequence[Need], held: list[SessionState]) -> Effects[None]:
         """Lock the sessions that are written, in the order of their ids."""
         states = {need.state.session_id: need.state for need in writes}
-        for session_id in sorted(states):  # not of pairs: comparing them costs 256 sessions 50 us
+        for session_id in sorted(states):
             state = states[session_id]
             while not state.lock.acquire(blocking=False):
                 yield Pause(LOCK_POLL_S)
