@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.builders import Shape, write_gguf, write_safetensors
 from tests.integration.server import Server, running
@@ -22,7 +22,10 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("default", max_examples=40, **_COMMON)
-settings.register_profile("faults", max_examples=25, derandomize=True, **_COMMON)
+# A fault need not be shrunk to be caught.
+settings.register_profile(
+    "faults", max_examples=25, derandomize=True, phases=[Phase.generate], **_COMMON
+)
 settings.load_profile(os.environ.get("LAWS_PROFILE", "default"))
 
 
@@ -94,4 +97,15 @@ def keyed_server(small_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     flags = ("--keys-file", str(keys_file), "--max-sessions", "8", "--max-held-tokens", "4096")
     with running(small_gguf, *flags, "--max-tokens", "512") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo checkpoint with its real vocabulary, as `make demo` serves it."""
+    from engram_core.tools.synth import synth  # only here: see pytest_configure
+
+    path = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    synth(path, preset="demo", fmt="gguf", quant="Q2_K", seed=1)
+    with running(path) as started:
         yield started

@@ -20,7 +20,7 @@ from service import cli
 from service.metrics import ENGINE, Metrics
 from service.problems import PROBLEMS
 from service.settings import Settings
-from tests.integration.server import Server, running
+from tests.integration.server import Server
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -166,22 +166,13 @@ def test_command_of_a_document_runs(
 # ---- Python
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo checkpoint: the documents' token ids are real ones."""
-    path = tmp_path_factory.mktemp("docs") / "demo.gguf"
-    synth(path, preset="demo", fmt="gguf", quant="Q2_K", seed=1)
-    with running(path) as server:
-        yield server
-
-
 @pytest.mark.parametrize("document", [d for d in TEXTS if blocks(TEXTS[d], "python")])
-def test_python_of_a_document_runs(document: str, served: Server) -> None:
+def test_python_of_a_document_runs(document: str, demo_server: Server) -> None:
     known: dict[str, Any] = {"torch": torch}
     try:
         for index, block in enumerate(blocks(TEXTS[document], "python")):
             code = PRELUDES.get((document, index), "") + block
-            exec(code.replace("http://127.0.0.1:8321", served.url), known)
+            exec(code.replace("http://127.0.0.1:8321", demo_server.url), known)
     finally:
         known["client"].close()
 

@@ -1,0 +1,86 @@
+"""The metrics of a server that has played the demo: few series, sound names, buckets that fit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engram_client import EngramClient
+from service.demo_story import Story
+from tests.integration.server import Server
+from tests.service.door import InProcess, i32, i64
+
+MAX_SERIES = 400
+STAGES = {"receive", "check", "queue", "project", "read_kv", "gate", "rows"}
+
+
+class Indifferent:
+    """A judge that keeps nothing; `make demo` has the real one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.fixture(scope="module")
+def text(demo_server: Server) -> str:
+    """What /metrics tells after the demo's story, and after one refusal."""
+    token_ids = random.Random(1).choices(range(200, 400), k=2000)
+    url = demo_server.url
+    with EngramClient(url) as client, EngramClient(url) as second:
+        Story(client, second, Indifferent(), token_ids).play()  # type: ignore[arg-type]
+    with demo_server.client() as plain:
+        plain.get("/v1/sessions/77")
+        return plain.get("/metrics").text
+
+
+def test_a_demo_run_makes_few_series(text: str) -> None:
+    series = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert 100 < len(series) <= MAX_SERIES
+
+
+def test_counters_have_no_series_of_their_creation(text: str) -> None:
+    assert "_created" not in text
+
+
+def test_every_stage_of_the_demo_is_told(text: str) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    stages = {sample.labels["stage"] for sample in families["engram_stage_seconds"].samples}
+    assert stages >= STAGES
+
+
+def test_only_counters_carry_operation_and_code(text: str) -> None:
+    for family in text_string_to_metric_families(text):
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert family.type == "counter" or not labels & {"operation", "code"}, family.name
+        assert family.documentation, family.name
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_metrics_of_a_demo_run(text: str) -> None:
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("output", "stage"), [("kv", "read_kv"), ("rows", "rows"), ("hash_ids", "hash_ids")]
+)
+def test_tensor_answers_carry_their_timing(door: InProcess, output: str, stage: str) -> None:
+    session = door.open()["session_id"]
+    door.push(session, 0, [3, 4, 5])
+    read = door.get(f"/v1/sessions/{session}/layers/1/{output}?position=0&count=3")
+    step = door.step(
+        {"output": output, "layers": "1"},
+        session_id=i64(int(session)), position=i64(0), count=i32(3),
+    )  # fmt: skip
+    for answer in (read, step):
+        timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+        assert stage in timing
+        assert all(float(ms) >= 0 for ms in timing.values())
+    assert "server-timing" not in door.get("/livez").headers
