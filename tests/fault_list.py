@@ -36,6 +36,10 @@ HASHING = "engram_core/hashing.py"
 QUANT = "engram_core/quant.py"
 GATE = "engram_core/backends/gate.py"
 REFERENCE = "engram_core/backends/reference.py"
+PAGES = "engram_core/pages.py"
+SESSIONS = "engram_core/sessions.py"
+FENCE = "engram_core/fence.py"
+KV_STORE = "engram_core/kv_store.py"
 
 FAULTS = (
     # ------------------------------------------------------------------ hash
@@ -243,5 +247,246 @@ FAULTS = (
         "        out[places, hc_mult] = -0.0\n",
         "        out[places, hc_mult] = 0.0\n",
         f"{LAYER}::test_dead_position_keeps_nan_payloads",
+    ),
+    # ------------------------------------------------------------------ sessions
+    fault(
+        "look-back-stops-at-each-call",
+        PAGES,
+        "        before_start = positions < 0\n",
+        "        before_start = positions < np.repeat(position, count)[:, None]\n",
+        f"{ENGINE}::test_any_chunking_gives_the_same_bits",
+        f"{ENGINE}::test_a_segment_is_the_same_in_any_batch",
+    ),
+    fault(
+        "window-reset-on-rewind",
+        SESSIONS,
+        "        self._move_epoch(rows[judged.moves])\n        return self._pushed(rows, np.zeros",
+        "        self._move_epoch(rows[judged.moves])\n"
+        "        last = np.arange(max(int(judged.length[0]) - 3, 0), int(judged.length[0]))\n"
+        "        self._ids.write(rows, last, np.full(len(last), -1, np.int32))\n"
+        "        return self._pushed(rows, np.zeros",
+        f"{ENGINE}::test_fork_and_rewind_are_inverses_of_a_detour",
+    ),
+    fault(
+        "epoch-ignored-by-pushes",
+        FENCE,
+        "    fresh = fence.resolve(asked.epoch) == fence.epoch\n    below",
+        "    fresh = fence.known.copy()\n    below",
+        MACHINE,
+    ),
+    fault(
+        "epoch-ignored-by-reads",
+        FENCE,
+        "        (epoch < fence.epoch, Verdict.STALE_EPOCH),\n",
+        "",
+        MACHINE,
+    ),
+    fault(
+        "future-epoch-reads-the-present",
+        FENCE,
+        "((epoch > fence.epoch) | (end > fence.length), Verdict.NOT_PUSHED)",
+        "((end > fence.length), Verdict.NOT_PUSHED)",
+        MACHINE,
+    ),
+    fault(
+        "empty-cut-keeps-the-epoch",
+        SESSIONS,
+        "            self._move_epoch(rows[judged.moves])\n        self._set",
+        "            self._move_epoch(rows[judged.moves & (removed > 0)])\n        self._set",
+        MACHINE,
+    ),
+    fault(
+        "retry-of-a-landed-push-refused",
+        FENCE,
+        "        (~(fresh | in_place), Verdict.STALE_EPOCH),\n",
+        "        (~fresh, Verdict.STALE_EPOCH),\n",
+        MACHINE,
+    ),
+    fault(
+        "epoch-used-again-at-open",
+        SESSIONS,
+        "        self._last_epoch = max(self._wall_clock_us(), self._last_epoch + 1)\n",
+        "        self._last_epoch = self._wall_clock_us()\n",
+        MACHINE,
+    ),
+    fault(
+        "dead-flag-is-no-conflict",
+        PAGES,
+        "np.flatnonzero(present != ids[starts[segment] + within])",
+        "np.flatnonzero((present != (pushed := ids[starts[segment] + within])) & (pushed != DEAD))",
+        f"{REQUESTS}::test_push_that_makes_a_held_position_dead",
+    ),
+    fault(
+        "base-ignored-by-reads",
+        FENCE,
+        "        (asked.position < fence.base, Verdict.HISTORY_TRUNCATED),\n        ((epoch",
+        "        ((epoch",
+        MACHINE,
+    ),
+    Fault(
+        "step-not-atomic",
+        SESSIONS,
+        (
+            (
+                "        _refuse(duplicates(fence, asked)"
+                " + refusals(judged.verdict, fence, asked, same))\n",
+                "",
+            ),
+            (
+                "written=appended)\n",
+                "written=appended)\n"
+                "        _refuse(refusals(judged.verdict, fence, asked, same))\n",
+            ),
+        ),
+        (f"{ENGINE}::test_refused_step_changes_no_session", MACHINE),
+    ),
+    fault(
+        "fork-shares-pages",
+        PAGES,
+        "        by_page[second] = by_page[first]\n",
+        "        self._starts[target * self._pages_per_row + index] = first << _SHIFT\n",
+        f"{ENGINE}::test_fork_and_rewind_are_inverses_of_a_detour",
+    ),
+    fault(
+        "sessions-of-all-keys-in-one",
+        "engram_core/registry.py",
+        "        sessions = self._tenants.setdefault(tenant, {})\n",
+        '        sessions = self._tenants.setdefault("", {})\n'
+        "        self._tenants[tenant] = sessions\n",
+        MACHINE,
+    ),
+    fault(
+        "idle-sessions-live-on",
+        "engram_core/registry.py",
+        "self._clock() - seconds",
+        "self._clock() - 10 * seconds",
+        MACHINE,
+    ),
+    fault(
+        "refusal-lists-one-segment",
+        "engram_core/errors.py",
+        "            for index, error in errors\n",
+        "            for index, error in errors[:1]\n",
+        MACHINE,
+    ),
+    # ------------------------------------------------------------------ store, batches
+    fault(
+        "key-without-the-oldest-id",
+        KV_STORE,
+        "    fields[:, 2:] = windows\n",
+        "    fields[:, 2:] = windows\n    fields[:, -1] = 0\n",
+        f"{STORE}::test_every_token_gets_the_slot_of_its_own_window",
+    ),
+    fault(
+        "key-without-the-layer",
+        KV_STORE,
+        "    fields[:, 1] = layer_index\n",
+        "    fields[:, 1] = 0\n",
+        MACHINE,
+    ),
+    fault(
+        "key-without-the-tenant",
+        KV_STORE,
+        "    fields[:, 0] = tenants\n",
+        "    fields[:, 0] = 0\n",
+        f"{STORE}::test_every_token_gets_the_slot_of_its_own_window",
+    ),
+    Fault(
+        "pin-ignored",
+        KV_STORE,
+        (
+            (
+                "(self._stamps[slots] == stamps) & (self._pins[slots] == 0)",
+                "self._stamps[slots] == stamps",
+            ),
+            ("(self._stamps > 0) & (self._pins == 0)", "self._stamps > 0"),
+        ),
+        (f"{STORE}::test_pinned_entries_are_never_evicted",),
+    ),
+    fault(
+        "failed-kv-stays-in-the-store",
+        KV_STORE,
+        "self._forget(lease.slots[lease.compute])",
+        "pass",
+        f"{STORE}::test_abandoned_computation_is_forgotten",
+    ),
+    fault(
+        "duplicates-computed-for-the-first-only",
+        "engram_core/batches.py",
+        "self._backend.project(layer, slots, windows=windows[lease.compute])",
+        "self._backend.project(layer, slots, windows=windows[: len(slots)])",
+        MACHINE,
+    ),
+    fault(
+        "second-layer-gets-the-first-ones-ids",
+        "engram_core/jobs.py",
+        "hash_ids[self.start : self.stop, self.place]",
+        "hash_ids[self.start : self.stop, 0]",
+        MACHINE,
+    ),
+    fault(
+        "wait-outlives-its-session",
+        "engram_core/engine.py",
+        "        self._steps.counts[count] += len(names)\n        self._steps.changed(names)\n",
+        "        self._steps.counts[count] += len(names)\n",
+        f"{ENGINE}::test_waiting_read_of_a_session_that_is_closed",
+    ),
+    # ------------------------------------------------------------------ sources of a step
+    fault(
+        "look-back-of-a-step-reversed",
+        "engram_core/reads.py",
+        "    before = compress(lookback.ravel()",
+        "    lookback = lookback[:, ::-1]\n    before = compress(lookback.ravel()",
+        f"{ENGINE}::test_look_back_equals_the_session",
+    ),
+    fault(
+        "hash-id-outside-its-bucket-accepted",
+        "engram_core/reads.py",
+        "    outside = (hash_ids < first) | (hash_ids >= first + size)\n",
+        "    outside = hash_ids < 0\n",
+        f"{REQUESTS}::test_hash_id_outside_its_bucket",
+    ),
+    # ------------------------------------------------------------------ the door
+    fault(
+        "foreign-host-answered",
+        "service/access.py",
+        "                check_host(headers)\n",
+        "                pass\n",
+        f"{REQUESTS}::test_host_of_somebody_else",
+    ),
+    fault(
+        "integers-converted",
+        "service/schemas.py",
+        'model_config = ConfigDict(strict=True, extra="forbid", frozen=True)',
+        'model_config = ConfigDict(extra="forbid", frozen=True)',
+        f"{REQUESTS}::test_integer_spelled_otherwise_in_json",
+    ),
+    fault(
+        "duplicate-keys-taken",
+        "engram_client/wire.py",
+        "    if len(record) != len(pairs):\n",
+        "    if False:\n",
+        f"{REQUESTS}::test_json_with_duplicate_keys",
+    ),
+    fault(
+        "answer-before-the-body-is-read",
+        "service/bodies.py",
+        "READ_ON_S = 2.0\n",
+        "READ_ON_S = 0.0\n",
+        f"{REQUESTS}::test_body_above_half_of_the_pool_after_all_was_written",
+    ),
+    fault(
+        "slow-body-waited-for",
+        "service/bodies.py",
+        "GRACE_S = 1.0\n",
+        "GRACE_S = 60.0\n",
+        f"{REQUESTS}::test_body_that_comes_too_slowly",
+    ),
+    fault(
+        "pool-never-full",
+        "service/admission.py",
+        "        if num_bytes > free or self._exceeds_share(tenant, num_bytes):\n",
+        "        if False:\n",
+        f"{REQUESTS}::test_no_room_for_another_body",
     ),
 )

@@ -75,6 +75,8 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
         "FAULTS_COPY": str(folder),
         "LAWS_PROFILE": "faults",
         "OMP_NUM_THREADS": "1",
+        "MACHINE_STEPS": "4000",
+        "MACHINE_SEED": "1",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", *tests]
     command += ["-p", "no:cacheprovider"]
@@ -89,7 +91,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
             timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return 1, "FAILED by not ending in time"
+        return -1, f"no end within {TIMEOUT_S} s"
     return done.returncode, done.stdout + done.stderr
 
 

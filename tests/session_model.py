@@ -13,7 +13,7 @@ LEFT_OUT = -1
 """An epoch left out: the one the session was opened with."""
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):
     """A request that changes nothing; `codes` are those that apply."""
 
     def __init__(self, *codes: str) -> None:

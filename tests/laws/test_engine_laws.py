@@ -109,7 +109,10 @@ def kv_of(engine: Engine, name: int, position: int = 0, count: int = LENGTH) -> 
 
 
 def whole(setting: Setting, seed: int) -> torch.Tensor:
-    """kv of a prompt pushed at once into a fresh store, held to the truth; kept by seed."""
+    """kv of a prompt pushed at once into a fresh store, held to the truth; kept by seed.
+
+    Not beside another engine: the backend's slots are one engine's at a time.
+    """
     if seed not in setting.wholes:
         ids, alive, compressed = setting.prompt(seed)
         with setting.engine() as engine:
@@ -137,8 +140,10 @@ def test_any_chunking_gives_the_same_bits(
             else:
                 push(engine, name, a, ids[a:b], alive[a:b], ahead=ahead)
         kv = kv_of(engine, name)
+        sliced = [kv_of(engine, name, a, b - a) for a, b in itertools.pairwise(cuts)]
         counters = engine.counters
     assert same_bits(kv, whole(setting, seed))
+    assert same_bits(torch.cat(sliced, dim=1), kv)
     assert counters["tokens_pushed"] == LENGTH
     assert counters["kv_hits"] + counters["kv_misses"] + counters["kv_duplicates"] >= 2
     assert (counters["ahead_tokens"] > 0) == (ahead and not by_step)
@@ -148,6 +153,7 @@ def test_any_chunking_gives_the_same_bits(
 def test_a_segment_is_the_same_in_any_batch(
     setting: Setting, seed: int, data: st.DataObject
 ) -> None:
+    wholes = [whole(setting, seed + i) for i in range(3)]
     with setting.engine() as engine:
         names = [opened(engine) for _ in range(3)]
         for i, name in enumerate(names):
@@ -162,6 +168,8 @@ def test_a_segment_is_the_same_in_any_batch(
         offset = 0
         for name, position, count in parts:
             alone = kv_of(engine, name, position, count)
+            expected = wholes[names.index(name)]
+            assert same_bits(alone, expected[:, position : position + count])
             for layer, single in zip(LAYERS, alone, strict=True):
                 assert same_bits(together.tensors[layer][offset : offset + count], single)
             offset += count
@@ -227,6 +235,8 @@ def test_fork_and_rewind_are_inverses_of_a_detour(
         push(engine, name, 0, ids, alive)
         fork = opened(engine, fork_of=name, position=position)
         push(engine, fork, position, other_ids[position:], other_alive[position:])
+        detour = kv_of(engine, fork)
+        assert same_bits(kv_of(engine, name), expected), "the fork changed its parent"
         first = engine.rewind("t", name, position).epoch
         push(engine, name, position, other_ids, other_alive, epoch=first)
         second = engine.rewind("t", name, position, first).epoch
@@ -235,7 +245,7 @@ def test_fork_and_rewind_are_inverses_of_a_detour(
         answer = run(engine, segments([(name, 0, LENGTH)], epoch=int64([second])))
         for layer, kv in zip(LAYERS, expected, strict=True):
             assert same_bits(answer.tensors[layer], kv)
-        detour = kv_of(engine, fork)
+        assert same_bits(kv_of(engine, fork), detour), "the parent changed its fork"
         assert same_bits(detour[:, :position], expected[:, :position])
         counters = engine.counters
     assert (counters["rewinds"], counters["sessions_opened"]) == (2, 2)
@@ -388,6 +398,7 @@ def test_waiting_read_of_an_epoch_that_a_cut_ends_is_stale(setting: Setting) -> 
         name = opened(engine)
         read = waiting(engine, name, 0, 1)
         engine.rewind("t", name, 0)
+        assert read.done(), "at once, not when its time is over"
         with pytest.raises(StepRefused) as caught:
             read.result(timeout=60)
         assert isinstance(caught.value.first, StaleEpoch)
@@ -398,6 +409,7 @@ def test_waiting_read_of_a_session_that_is_closed(setting: Setting) -> None:
         name = opened(engine)
         read = waiting(engine, name, 0, 1)
         engine.close_session("t", name)
+        assert read.done(), "at once, not when its time is over"
         with pytest.raises(StepRefused) as caught:
             read.result(timeout=60)
         assert isinstance(caught.value.first, UnknownSession)
