@@ -430,13 +430,13 @@ def _record_step(batch: Batch, answer: Answer, truncate: bool) -> None:
     for state, position, count, stop, length, epoch in rows:
         if state is None:
             continue
-        end = position + count
-        expected = end if truncate else max(state.length, end)
+        history, end = state.history, position + count
+        expected = end if truncate or end > history.length else history.length
         if length != expected:
             raise BadAnswer(f"session {state.session_id}: expected length {expected}, got {length}")
-        state.history.write(position, ids[stop - count : stop])
+        history.write(position, ids[stop - count : stop])
         if truncate:
-            state.history.cut(end)
+            history.cut(end)
         state.epoch = epoch
 
 
