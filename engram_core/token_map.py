@@ -5,6 +5,7 @@ Tokens that differ only in case, accents, width or kind of white space hash alik
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,9 @@ def token_map_from_tokenizer(path: Path) -> NDArray[np.int32]:
 def _read(path: Path) -> Tokenizer:
     try:
         with open(path, "rb") as file:
-            content = file.read(MAX_TOKENIZER_BYTES + 1)
+            # Never more than the file holds: `read(n)` takes n bytes of memory first.
+            most = min(os.fstat(file.fileno()).st_size, MAX_TOKENIZER_BYTES)
+            content = file.read(most + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_TOKENIZER_BYTES:

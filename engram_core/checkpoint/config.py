@@ -14,6 +14,7 @@ from engram_core.token_map import token_map_from_tokenizer
 
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 256
+_MAX_COLUMNS = 4_096
 _LISTS = ("layer_ids", "table_rows")
 
 
@@ -59,12 +60,27 @@ def read_config(path: Path) -> Config:
     return Config(path, **values)
 
 
+def check_counts(path: Path, num_layers: int, max_ngram_size: int, num_heads: int) -> None:
+    """Refuse more hash columns, over all layers, than any model has (V4.1: 48).
+
+    A prime is searched for each of them. Raises: CheckpointError.
+    """
+    count = num_layers * max(max_ngram_size, 1) * max(num_heads, 1)
+    if num_layers > _MAX_LAYERS or count > _MAX_COLUMNS:
+        where = "layers, n-gram size and heads"
+        expected = f"at most {_MAX_LAYERS} layers and {_MAX_COLUMNS} hash columns"
+        got = [num_layers, max_ngram_size, num_heads]
+        raise refusal(path, where, expected=expected, got=got)
+
+
 def derive_hash_tables(config: Config, tokenizer: Path) -> EngramHashTables:
     """Derive the constants of the hash and hold them against what config.json says.
 
     Raises: CheckpointError when the compressed vocabulary or the row counts differ.
     """
     config.require()
+    num_layers = len(config.layer_ids or ())
+    check_counts(config.path, num_layers, config.max_ngram_size or 0, config.num_heads or 0)
     token_map = token_map_from_tokenizer(tokenizer)
     with naming(config.path):
         tables = EngramHashTables.derive(

@@ -135,6 +135,7 @@ class Cursor:
         self._start = 0  # of the buffer, in the file
         self._at = 0  # in the buffer
         self._buffer = b""
+        self.num_skipped = 0  # strings, in all
 
     @property
     def position(self) -> int:
@@ -166,6 +167,7 @@ class Cursor:
 
     def skip_strings(self, count: int) -> None:
         """Step over `count` strings (u64 length, bytes): a tokenizer holds 129,280 of them."""
+        self.num_skipped += count
         length_at = struct.Struct("<Q").unpack_from
         while count:
             self._fill(8)

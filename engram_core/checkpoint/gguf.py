@@ -20,11 +20,12 @@ from engram_core.checkpoint.files import Cursor, RegularFile, refusal, shown
 from engram_core.quant import BLOCK33, row_format
 
 _MAX_HEADER_BYTES = 32 << 20
-_MAX_KEYS = 65_536
+_MAX_KEYS = 16_384
 _MAX_TENSORS = 32_768
 _MAX_NAME_BYTES = 1_024
 _MAX_KEPT_STRING = 4_096
 _MAX_KEPT_ELEMENTS = 1 << 22
+_MAX_STRINGS = 1 << 21
 _MAX_DIMS = 4
 _MAX_ELEMENTS = 1 << 48
 _DEFAULT_ALIGNMENT = 32
@@ -185,7 +186,7 @@ def _read_string(cursor: Cursor) -> Value:
 def _read_array(path: Path, cursor: Cursor, key: str) -> Value:
     kind, count = cursor.u32(), cursor.u64()
     if kind == _STRING:
-        cursor.skip_strings(count)
+        _skip_strings(path, cursor, key, count)
         return Skipped(f"an array of {count} strings")
     if kind not in _SCALARS:
         where = f"key {shown(key)}"
@@ -199,6 +200,15 @@ def _read_array(path: Path, cursor: Cursor, key: str) -> Value:
         raise refusal(path, where, expected=f"at most {_MAX_KEPT_ELEMENTS} elements", got=count)
     values = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
     return values.astype(np.bool_) if kind == _BOOL else values
+
+
+def _skip_strings(path: Path, cursor: Cursor, key: str, count: int) -> None:
+    """Step over strings; each costs time, however short it is."""
+    if cursor.num_skipped + count > _MAX_STRINGS:
+        got = f"{count} more" if cursor.num_skipped else count
+        expected = f"at most {_MAX_STRINGS} strings"
+        raise refusal(path, f"key {shown(key)}", expected=expected, got=got)
+    cursor.skip_strings(count)
 
 
 def _read_tensor_info(path: Path, cursor: Cursor) -> GgufTensor:

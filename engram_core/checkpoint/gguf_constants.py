@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.assemble import Constants
-from engram_core.checkpoint.config import Config, read_config
+from engram_core.checkpoint.config import Config, check_counts, read_config
 from engram_core.checkpoint.files import RegularFile, naming, refusal, shown
 from engram_core.checkpoint.gguf import GgufTensor, Skipped, Value
 from engram_core.checkpoint.gguf_split import GgufSet
@@ -34,7 +34,6 @@ _TEXTS = ("encoding", "identity")
 _ARRAYS = ("layer_ids", "multipliers", "primes", "offsets", "token_map", "table_rows")
 _INTEGER_TENSORS = {26: "<i4", 27: "<i8"}
 _MAX_CONSTANT_BYTES = 64 << 20
-_MAX_LAYERS = 256
 
 _Values = dict[str, Any]
 """Meaning (right side of GGUF_KEYS) -> int, str, or a flat integer array."""
@@ -264,9 +263,9 @@ def _require(files: GgufSet, values: _Values, eps: float | None) -> None:
         advice = "or put the model's config.json and tokenizer.json beside the file"
         expected = ", ".join(missing)
         raise refusal(files.path, "keys", expected=expected, got="none of these", advice=advice)
-    if len(values["layer_ids"]) > _MAX_LAYERS:
-        got = len(values["layer_ids"])
-        raise refusal(files.path, "layer_ids", expected=f"at most {_MAX_LAYERS}", got=got)
+    check_counts(
+        files.path, len(values["layer_ids"]), values["max_ngram_size"], values["num_heads"]
+    )
     orders = values["max_ngram_size"] - 1
     if values.get("num_orders", orders) != orders:
         got = values["num_orders"]

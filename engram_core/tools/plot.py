@@ -28,6 +28,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     for axes, (name, title) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         _panel(axes, comparison, name)
         axes.set_title(title)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right")
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -56,4 +57,3 @@ def _panel(axes: Any, comparison: Comparison, name: str) -> None:
     axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
     axes.margins(y=0.15)
-    axes.legend()

@@ -53,6 +53,13 @@ def other_prefix(file: Gguf) -> None:
     file.keys += [(f"deepseek4.engram.{n.removeprefix(P)}", k, v) for n, k, v in keys]
 
 
+def flat_keys(file: Gguf) -> None:
+    """The Hugging Face names under the architecture, which were never shipped."""
+    file.keys = [
+        (name.replace(".engram.", ".engram_"), kind, value) for name, kind, value in file.keys
+    ]
+
+
 def drop_all(file: Gguf, *names: str) -> None:
     for name in names:
         file.drop(P + name)
@@ -135,6 +142,42 @@ CASES: dict[str, tuple[Callable[[Gguf], object], str]] = {
         "expected e4m3_e8m0_32_row264 or .*, got 'lloyd4",
     ),
     "head_count_text": (lambda f: f.set(f"{P}head_count", "str", "2"), "an integer >= 0, got '2'"),
+    "head_count_absurd": (
+        lambda f: f.set(f"{P}head_count", "u32", 2**31),
+        "at most 256 layers and 4096 hash columns, got",
+    ),
+    "max_ngram_size_absurd": (
+        lambda f: f.set(f"{P}max_ngram_size", "u32", 2**32 - 1),
+        "at most 256 layers and 4096 hash columns, got",
+    ),
+    "encoding_as_array": (
+        lambda f: f.set(f"{P}encoding", "[u32]", [1, 2]),
+        "encoding'.*a string, got an array of 2 uint32",
+    ),
+    "identity_as_number": (lambda f: f.set(f"{P}identity", "u32", 1), "identity'.*a string"),
+    "identity_of_another_file": (
+        lambda f: f.set(f"{P}identity", "str", "0" * 64),
+        "key 'identity'.*extract it again",
+    ),
+    "keys_spelled_flat": (flat_keys, "engram_layer_ids', spelled in no known way"),
+    "wkv_scale_beside_q2_k": (
+        lambda f: f.tensors.append(("blk.14.engram_wkv_scale.weight", f.tensor(Q))),
+        r"engram_wkv\.weight.*expected type I8, got Q2_K",
+    ),
+    "wkv_scale_shape": (
+        lambda f: [
+            retype(f, WKV, I8, 1536 * 192),
+            f.tensors.append(("blk.14.engram_wkv_scale.weight", Tensor((6, 48), I8, bytes(288)))),
+        ],
+        r"engram_wkv_scale.*\[6, 48\], got .*\[48, 6\]",
+    ),
+    "wkv_scale_f16": (
+        lambda f: [
+            retype(f, WKV, I8, 1536 * 192),
+            f.tensors.append(("blk.14.engram_wkv_scale.weight", Tensor((48, 6), 1, bytes(576)))),
+        ],
+        "engram_wkv_scale.*expected type I8 or F32, got F16",
+    ),
     "head_count_negative": (lambda f: f.set(f"{P}head_count", "i32", -2), "an integer >= 0"),
     "head_count_bool": (lambda f: f.set(f"{P}head_count", "bool", True), "an integer >= 0"),
     "head_count_wrong": (lambda f: f.set(f"{P}head_count", "u32", 3), "primes: expected 18 values"),
@@ -283,14 +326,20 @@ def test_absurd_length_is_refused(tmp_path: Path, at: int, form: str, value: int
         open_checkpoint(path)
 
 
-def test_string_array_longer_than_the_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(2**20, "ends inside its header"), (2**21 + 1, "at most 2097152"), (2**63, "at most 2097152")],
+)
+def test_string_array_longer_than_the_file_is_refused(
+    tmp_path: Path, count: int, message: str
+) -> None:
     file = Gguf()
     file.set("tokenizer.ggml.tokens", "[str]", [])
     raw = bytearray(file.write(tmp_path / "bad.gguf").read_bytes())
     at = raw.index(b"tokens") + 6 + 4 + 4
-    raw[at : at + 8] = struct.pack("<Q", 2**63)
+    raw[at : at + 8] = struct.pack("<Q", count)
     (tmp_path / "bad.gguf").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="ends inside its header"):
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "bad.gguf")
 
 
