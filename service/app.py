@@ -10,7 +10,9 @@ from starlette.middleware import Middleware
 from starlette.routing import Match
 
 from service.calls import endpoint
+from service.desk import Desk
 from service.door import Door
+from service.fast_path import FastPath
 from service.openapi import describe_route, document
 from service.operations import OPERATIONS
 from service.problems import MethodNotAllowed, NotFound
@@ -22,9 +24,12 @@ from service.state import Model, ServiceState
 def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
     """Return the app of one service; `app.state.service` is its ServiceState.
 
+    `app.state.fast_path` is the way of tensors beside the app (for `transport.Connection`).
+
     model: what is served; None to load it later (`state.serve`).
     """
     state = ServiceState(settings)
+    desk = Desk(state)
     app = FastAPI(
         title="Engram",
         version="1",
@@ -32,10 +37,11 @@ def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(Door, state=state)],
+        middleware=[Middleware(Door, state=state, desk=desk)],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.state.service = state
+    app.state.fast_path = FastPath(state, desk)
     for operation in OPERATIONS:
         app.add_api_route(
             operation.path,

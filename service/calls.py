@@ -122,7 +122,7 @@ def endpoint(operation: Operation, handler: Handler) -> Endpoint:
 
     async def answer(request: Request) -> Response:
         call: Call = request.scope[CALL]
-        _check(call, operation, request.scope)
+        check(call, operation, request.scope)
         return await handler(call)
 
     answer.__name__ = operation.name
@@ -130,8 +130,10 @@ def endpoint(operation: Operation, handler: Handler) -> Endpoint:
     return answer
 
 
-def _check(call: Call, operation: Operation, scope: Scope) -> None:
-    """Raises Forbidden, SchemaError, MediaType, WrongTable, Loading, ShardDown."""
+def check(call: Call, operation: Operation, scope: Scope) -> None:
+    """Check what is common to all operations, and keep it in the call.
+
+    Raises Forbidden, SchemaError, MediaType, WrongTable, Loading, ShardDown."""
     call.operation = operation
     call.path = scope["path_params"]
     if operation.scopes:

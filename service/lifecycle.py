@@ -21,9 +21,11 @@ from types import FrameType
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 
 from engram_core.errors import EngramError, Internal
 from service.app import create_app
+from service.fast_path import FastPath
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
 from service.notify import READY, STOPPING, notify
@@ -64,7 +66,7 @@ def serve(
     app = create_app(settings)
     config = _config(app, settings)
     listeners = bind(settings)
-    server = Server(config, app.state.service, listeners, say)
+    server = Server(config, app, listeners, say)
     try:
         server.load(lambda report: load_model(path, settings, report), bars)
         server.run()
@@ -92,12 +94,13 @@ class Server(uvicorn.Server):
     """uvicorn's server with our sockets, our drain and our ends."""
 
     def __init__(
-        self, config: uvicorn.Config, state: ServiceState, listeners: Sequence[Listener], say: Say
+        self, config: uvicorn.Config, app: FastAPI, listeners: Sequence[Listener], say: Say
     ) -> None:
         super().__init__(config)
         self.exit_status = 0
         self.start_error: BaseException | None = None
-        self._state = state
+        self._state: ServiceState = app.state.service
+        self._fast_path: FastPath = app.state.fast_path
         self._listeners = listeners
         self._say = say
         self._loaded: Model | BaseException | None = None
@@ -138,11 +141,13 @@ class Server(uvicorn.Server):
         self.started = True
 
     def _connection(self) -> asyncio.Protocol:
-        return Connection(
+        connection = Connection(
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+        connection.fast_path = self._fast_path
+        return connection
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second: cleanly, if nothing was in flight."""

@@ -1,8 +1,9 @@
 """HTTP/1.1 connections: uvicorn's, with bounds on what a peer may hold open or make us hold.
 
-One HTTP parser (llhttp) for everything. Added here: a limit on heads, a timer on every connection
-without a request, refusals of malformed HTTP as problem documents, and a way to cut a connection
-whose peer does not read.
+One HTTP parser (llhttp) for everything. Added here: the hand-over of tensor bodies to a protocol
+that receives into their buffer, a limit on heads, a timer on every connection without a request,
+refusals of malformed HTTP as problem documents, and a way to cut a connection whose peer does not
+read.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engram_core.errors import BadRequest
 from service import problems
+from service.bodies import Headers
 from service.door import CONNECTION
+from service.fast_path import Exchange, FastPath, Head
 
 MAX_HEAD_BYTES = 64 << 10
 JOIN_BYTES = 64 << 10
@@ -59,11 +63,45 @@ class _HeadHolder:
         return self._transport.is_closing()
 
 
-class Connection(HttpToolsProtocol):
-    """One connection. tenant: the name of the key that asked last."""
+class BodyReceiver(asyncio.BufferedProtocol):
+    """Has a connection's transport while the rest of one body is received into its buffer."""
 
+    def __init__(self, connection: Connection, exchange: Exchange) -> None:
+        self._connection = connection
+        self._exchange = exchange
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._exchange.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._exchange.received(nbytes)
+        if not self._exchange.more_body:
+            self._connection.take_back()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. tenant: the name of the key that asked last; fast_path: None without one."""
+
+    cycle: Any  # uvicorn's, or the exchange
     tenant: str | None = None
+    fast_path: FastPath | None = None
+    _exchange: Exchange | None = None
+    _is_asked = True
     _head_bytes = 0
+
+    @property
+    def default_headers(self) -> Headers:
+        """Headers of every answer."""
+        return self.server_state.default_headers
 
     @property
     def is_idle_tls(self) -> bool:
@@ -79,6 +117,16 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._watch_idle()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._exchange is not None:
+            self._exchange.gone()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.taken()
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
         cycle = self.cycle
@@ -93,6 +141,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(f"the head is longer than {MAX_HEAD_BYTES} bytes")
+        elif self._exchange is not None and not self._is_asked:
+            self._ask(self._exchange)
         elif self.cycle is None or self.cycle.response_complete:
             self._watch_idle()
 
@@ -103,10 +153,72 @@ class Connection(HttpToolsProtocol):
         scope["extensions"] = {CONNECTION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
+        if (exchange := self._begin()) is not None:
+            self.cycle = self._exchange = exchange
+            self._is_asked = False
+            return
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":
             transport: Any = _HeadHolder(self.transport)
             self.cycle.transport = transport
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is self._exchange and self._exchange is not None:
+            self._exchange.feed(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.cycle is not self._exchange:
+            super().on_message_complete()
+
+    def finished(self, exchange: Exchange) -> None:
+        """Go on after an exchange."""
+        self._exchange = None
+        if self.cycle is exchange:
+            self.cycle = None  # its buffer is not kept while the connection is idle
+        if exchange.more_body:
+            return  # its refusal is written; the connection ends once the peer has heard it
+        if not exchange.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def take_back(self) -> None:
+        """Have the transport again: a body is complete."""
+        self.transport.set_protocol(self)
+        # The old one still waits for the body. Nothing behind it was read.
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        if self._exchange is not None:
+            self._exchange.work()
+
+    def _begin(self) -> Exchange | None:
+        """Return an exchange if this request can take the fast path: nothing is before it."""
+        if self.fast_path is None or not self.url.startswith(b"/v1/s"):
+            return None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return None
+        if self.parser.get_http_version() != "1.1":
+            return None
+        head = Head(
+            method=self.parser.get_method().decode("ascii"),
+            url=self.url,
+            headers=self.headers,
+            client=self.client,
+            server=self.server,
+            keep_alive=self.parser.should_keep_alive(),
+        )
+        return self.fast_path.begin(head, self)
+
+    def _ask(self, exchange: Exchange) -> None:
+        """Begin an exchange whose head, and maybe some of its body, is there."""
+        self._is_asked = True
+        if not exchange.more_body:
+            exchange.work()
+            return
+        receiver = BodyReceiver(self, exchange)
+        self.transport.set_protocol(receiver)
+        exchange.await_body()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(url)

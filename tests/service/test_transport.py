@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from service import transport
 from service.transport import MAX_HEAD_BYTES, Connection
 from tests.service.door import InProcess
+from tests.service.talk import Ask, Talk, Wire, talk_to
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
-Ask = Callable[[Talk], bytes]
 LIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 OPEN = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
 def ask(door: InProcess) -> Ask:
-    """Runs a talk on a fresh connection; every talk ends with the connection closed."""
-
-    async def serve(talk: Talk) -> bytes:
-        config = uvicorn.Config(
-            door.app, http=Connection, ws="none", lifespan="off", log_config=None
-        )
-        config.load()
-        state = ServerState()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(config, state, {}), "127.0.0.1", 0
-        )
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        try:
-            return await asyncio.wait_for(talk(reader, writer), 30)
-        finally:
-            writer.close()
-            server.close()
-            while state.connections:
-                await asyncio.sleep(0)
-
-    return lambda talk: door.runner.run(serve(talk))
+    """Runs a talk on a fresh connection."""
+    return lambda talk: door.runner.run(talk_to(door, talk, Wire()))
 
 
 def say(*parts: bytes, eof: bool = False) -> Talk:

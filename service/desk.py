@@ -1,0 +1,135 @@
+"""What is done for every request, whichever way it came in: who asks, refusals, the record.
+
+The front door (`door.py`) and the fast path (`fast_path.py`) share one desk. Token ids never reach
+a log.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable
+
+import structlog
+from starlette.types import Scope
+
+from engram_core.errors import EngramError
+from service import problems
+from service.access import KEYLESS, Key
+from service.bodies import Headers
+from service.calls import Call
+from service.logs import LineLimit
+from service.operations import OPERATIONS, PUBLIC_PATHS
+from service.state import ServiceState
+from service.tracing import record_span, sampled_parent
+
+log = structlog.get_logger("engram.request")
+
+QUIET = frozenset(
+    operation.name
+    for operation in OPERATIONS
+    if not operation.scopes or operation.has_session or operation.has_tensor_body
+)
+"""Operations whose success is counted, not logged: probes, and what runners do every step."""
+
+GONE = "client_gone"
+"""The code of a request whose client left."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_FAULTS_PER_S, _LINES_PER_S = 1, 10
+"""Log lines: faults with their stack, and answers of each code."""
+
+
+class Desk:
+    """One for an app."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._faults = LineLimit(_FAULTS_PER_S)
+        self._lines = LineLimit(_LINES_PER_S)
+
+    def identify(self, scope: Scope) -> Key:
+        """Return who asks. Raises Misdirected, Unauthenticated."""
+        access, server = self._state.access, scope.get("server")
+        over_unix_socket = server is not None and server[1] is None
+        if access.keyring is not None and scope["path"] in PUBLIC_PATHS:
+            return KEYLESS
+        return access.identify(scope["headers"], over_unix_socket=over_unix_socket)
+
+    def refusal(self, call: Call, error: Exception) -> tuple[str, EngramError]:
+        """Return the code and what the client is told; a fault is logged and told as such."""
+        refusal = error if isinstance(error, EngramError) else problems.SECRET_FAULT
+        code = problems.code_of(refusal)
+        if code == "internal":
+            held_back = self._faults.admit("fault")
+            if held_back is not None:
+                log.error("fault", request_id=call.request_id, held_back=held_back, exc_info=error)
+        return code, refusal
+
+    def record(self, call: Call, code: str, status: int, headers: Headers) -> None:
+        """Count the request; trace it if its caller does; log it if it is worth a line."""
+        seconds = time.perf_counter() - call.started
+        name = call.operation.name if call.operation else "none"
+        self._count(call, name, code, seconds)
+        if (parent := sampled_parent(headers)) is not None:
+            record_span(parent, name, seconds, _told(call, code, status), is_fault=status >= 500)
+        if code == "ok" and name in QUIET:
+            return
+        held_back = self._lines.admit(code)
+        if held_back is None:
+            return
+        log.info(
+            "request",
+            request_id=call.request_id,
+            operation=name,
+            code=code,
+            status=status,
+            received_bytes=call.inbox.num_bytes,
+            sent_bytes=call.sent_bytes,
+            ms=round(seconds * 1000, 3),
+            **({"held_back": held_back} if held_back else {}),
+        )
+
+    def _count(self, call: Call, name: str, code: str, seconds: float) -> None:
+        metrics = self._state.metrics
+        metrics.requests.labels(name, code).inc()
+        metrics.request_seconds.observe(seconds)
+        if call.inbox.num_bytes:
+            metrics.received_bytes.inc(call.inbox.num_bytes)
+            metrics.body_bytes.observe(call.inbox.num_bytes)
+        if call.sent_bytes:
+            metrics.sent_bytes.inc(call.sent_bytes)
+        for stage, stage_seconds in call.stages.items():
+            metrics.stage_seconds.labels(stage).observe(stage_seconds)
+
+
+def answer_headers(call: Call) -> Headers:
+    """Return what every answer carries: its request id, and tensor answers their timing."""
+    headers = [(b"x-request-id", call.request_id.encode())]
+    if call.stages:
+        timing = ", ".join(
+            f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in call.stages.items()
+        )
+        headers.append((b"server-timing", timing.encode()))
+    return headers
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's X-Request-Id if it is a plain word, else a fresh one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return secrets.token_hex(8)
+
+
+def _told(call: Call, code: str, status: int) -> dict[str, str | int | float]:
+    """Return a span's attributes: sizes and times, no ids and no names."""
+    return {
+        "http.response.status_code": status,
+        "engram.code": code,
+        "engram.request_id": call.request_id,
+        "http.request.body.size": call.inbox.num_bytes,
+        "http.response.body.size": call.sent_bytes,
+        **{f"engram.{stage}_ms": seconds * 1e3 for stage, seconds in call.stages.items()},
+    }

@@ -1,0 +1,325 @@
+"""The way of tensors past FastAPI: from a parsed head to an answer in the tensor's own memory.
+
+A request whose head is plain and accepted is answered here, its body received into one buffer.
+Everything else (chunked bodies, unusual heads, whatever is refused before its body) takes the
+ordinary way and gets identical bytes. All calls come from the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from engram_client import wire
+from engram_core.engine_types import StepAnswer
+from engram_core.errors import EngramError, StepRefused
+from service import bodies, operations, problems
+from service.bodies import Buffer, Headers, Inbox
+from service.calls import Call, check
+from service.desk import GONE, Desk, answer_headers, request_id
+from service.operations import Operation
+from service.problems import RequestTimeout
+from service.reads import READS, TensorRead
+from service.state import ServiceState
+
+JOIN_BYTES = 64 << 10
+"""An answer up to this size is copied behind its head: cheaper than a vector of buffers."""
+
+_SCRATCH_BYTES = 64 << 10
+_READ_PATH = re.compile(r"/v1/sessions/([0-9]+)/layers/([0-9]+)/(residual|kv|rows|hash_ids)")
+_BY_OUTPUT = {
+    operation.path.rpartition("/")[2]: operation for operation in READS if operation.has_session
+}
+
+
+class Line(Protocol):
+    """What is needed of a connection. finished: an answer is written; pass on what comes next."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    tenant: str | None
+
+    @property
+    def default_headers(self) -> Headers: ...
+
+    def finished(self, exchange: Exchange) -> None: ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A request's head as llhttp parsed it. scope: as much of an ASGI scope as checks read."""
+
+    method: str
+    url: bytes
+    headers: Headers
+    client: tuple[str, int] | None
+    server: tuple[str, int | None] | None
+    keep_alive: bool
+
+
+class FastPath:
+    """Decides which requests go this way; one for an app."""
+
+    def __init__(self, state: ServiceState, desk: Desk) -> None:
+        self._state = state
+        self._desk = desk
+
+    def begin(self, head: Head, line: Line) -> Exchange | None:
+        """Check a head and admit its body; None sends the request the ordinary way."""
+        found = _route(head)
+        if found is None:
+            return None
+        operation, path, query = found
+        length = _body_bytes(head, operation)
+        if length is None:
+            return None
+        scope = {
+            "path": str(head.url.partition(b"?")[0], "ascii"),
+            "path_params": path,
+            "query_string": query,
+            "headers": head.headers,
+            "client": head.client,
+            "server": head.server,
+        }
+        call = Call(self._state, Inbox(scope, _never), request_id(head.headers))
+        try:
+            call.key = self._desk.identify(scope)
+            check(call, operation, scope)
+            read = READS[operation](call)
+            if length:
+                call.lease.add(length, "the body")
+        except Exception:
+            call.close()
+            return None  # whatever it is, it is told the ordinary way
+        line.tenant = call.key.name
+        self._state.enter()
+        return Exchange(self, head, line, call, read)
+
+    def end(self, call: Call, code: str, status: int, headers: Headers) -> None:
+        """Count a request out."""
+        call.close()
+        self._state.leave()
+        self._desk.record(call, code, status, headers)
+
+    def refusal(self, call: Call, error: Exception) -> tuple[str, EngramError]:
+        """Return the code and what the client is told (see `Desk.refusal`)."""
+        return self._desk.refusal(call, error)
+
+
+def _route(head: Head) -> tuple[Operation, dict[str, str], bytes] | None:
+    """Return operation, path parameters and query of a tensor route."""
+    raw, _, query = head.url.partition(b"?")
+    if b"#" in query:
+        return None
+    if raw == b"/v1/step":
+        return (operations.STEP, {}, query) if head.method == "POST" else None
+    found = _READ_PATH.fullmatch(raw.decode("latin-1"))
+    if found is None:
+        return None
+    operation = _BY_OUTPUT[found[3]]
+    if head.method != operation.method:
+        return None
+    return operation, {"session_id": found[1], "layer": found[2]}, query
+
+
+def _body_bytes(head: Head, operation: Operation) -> int | None:
+    """Return the bytes of the body; None: unusual."""
+    length: int | None = None
+    for name, value in head.headers:
+        if name == b"content-length":
+            if length is not None or not value.isdigit():
+                return None
+            length = int(value)
+        elif name in (b"transfer-encoding", b"upgrade"):
+            return None
+    if not operation.has_tensor_body:
+        return None if length else 0
+    return length
+
+
+class Exchange:
+    """One request on its connection, from its head to the last byte of its answer.
+
+    uvicorn sees it where it keeps its own cycle, so the names it reads there are its names.
+    """
+
+    message_event = asyncio.Event()  # nobody waits for it; set by uvicorn at the end
+    disconnected = False
+
+    def __init__(
+        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead
+    ) -> None:
+        self.keep_alive = head.keep_alive
+        self.response_complete = False
+        self._path, self._line, self._call, self._read = path, line, call, read
+        self._headers = head.headers
+        self._expects_continue = call.inbox.expects_continue
+        self._length, self._end = call.inbox.length or 0, 0
+        self._buffer = np.empty(self._length, np.uint8).data
+        self._begun = time.perf_counter()
+        self._timer: asyncio.TimerHandle | None = None
+        self._future: Future[StepAnswer] | None = None
+        self._thread = threading.get_ident()
+        self._status = 0
+
+    # ---- the body
+
+    @property
+    def more_body(self) -> bool:
+        """Whether some of the body is still to come."""
+        return self._end < self._length
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes of the body that came with the head."""
+        end = self._end + len(data)
+        self._buffer[self._end : end] = data
+        self._end = end
+
+    def await_body(self) -> None:
+        """Ask for the rest of the body, if the client waits to be asked, and watch its pace."""
+        if self._expects_continue:
+            self._line.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._watch(bodies.GRACE_S, self._check_pace)
+
+    def space(self) -> memoryview:
+        """Return where the next bytes of the body go, no further than its end."""
+        if self.response_complete:  # refused, and read on for a moment
+            return self._buffer[: self._length - self._end]
+        return self._buffer[self._end :]
+
+    def received(self, num_bytes: int) -> None:
+        """Note bytes received into `space()`."""
+        self._end += num_bytes
+        if self.response_complete and not self.more_body:
+            self._line.transport.close()
+
+    def _check_pace(self) -> None:
+        earned = bodies.GRACE_S + self._end / bodies.MIN_BYTES_PER_S
+        left = self._begun + earned - time.perf_counter()
+        if left > 0:
+            self._watch(left, self._check_pace)
+            return
+        late = RequestTimeout(
+            "the body came too slowly",
+            expected=f">= {bodies.MIN_BYTES_PER_S} bytes/s after {bodies.GRACE_S:g} s",
+            got=f"{self._end} bytes",
+        )
+        self._refuse(late)
+
+    # ---- the answer
+
+    def work(self) -> None:
+        """Ask the engine: the body is there."""
+        self._unwatch()
+        call = self._call
+        call.inbox.num_bytes = self._end
+        if self._end:
+            call.stages["receive"] = time.perf_counter() - self._begun
+        try:
+            self._future = future = self._read.submit(self._buffer)
+        except Exception as error:
+            self._refuse(error)
+            return
+        if future.done():
+            self._finish(future)
+        else:
+            future.add_done_callback(self._completed)
+
+    def _completed(self, future: Future[StepAnswer]) -> None:
+        """Come back to the loop's thread."""
+        if threading.get_ident() == self._thread:
+            self._finish(future)
+        elif not self._line.loop.is_closed():
+            self._line.loop.call_soon_threadsafe(self._finish, future)
+
+    def _finish(self, future: Future[StepAnswer]) -> None:
+        if self.response_complete:
+            return
+        try:
+            answer = future.result()
+            self._call.stages.update(answer.stages)
+            told, buffers = self._read.answer(answer)
+        except Exception as error:
+            self._refuse(error)
+            return
+        headers = [(b"content-type", wire.TENSOR_MEDIA.encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in told.items()]
+        num_bytes = sum(map(len, buffers))
+        headers.append((b"content-length", str(num_bytes).encode()))
+        self._call.sent_bytes = num_bytes
+        self._send(200, headers, buffers, "ok")
+
+    def _refuse(self, error: Exception) -> None:
+        if isinstance(error, StepRefused):
+            error = self._read.refusal(error)
+        code, refusal = self._path.refusal(self._call, error)
+        status, headers, body = problems.encode(refusal)
+        unread = self.more_body
+        if unread:
+            self.keep_alive = False
+            headers.append((b"connection", b"close"))
+        self._send(status, headers, [body], code)
+        if unread:
+            # Read on for a moment: a client that writes its whole body first hears us.
+            self._buffer = memoryview(bytearray(_SCRATCH_BYTES))
+            self._line.loop.call_later(bodies.READ_ON_S, self._line.transport.close)
+
+    def _send(self, status: int, headers: Headers, buffers: list[Buffer], code: str) -> None:
+        """Write an answer, and end with it or once the client has taken it."""
+        line, transport = self._line, self._line.transport
+        self._status = status
+        head = [STATUS_LINE[status]]
+        for name, value in (*line.default_headers, *headers, *answer_headers(self._call)):
+            head += (name, b": ", value, b"\r\n")
+        if not self.keep_alive and not self.more_body:
+            head.append(b"connection: close\r\n")
+        head.append(b"\r\n")
+        if sum(map(len, buffers)) <= JOIN_BYTES:
+            transport.write(b"".join((*head, *buffers)))
+        else:
+            transport.writelines([b"".join(head), *buffers])
+        left = transport.get_write_buffer_size()
+        if left <= bodies.SEND_BYTES:
+            self._done(code)
+        else:
+            self._watch(bodies.GRACE_S + left / bodies.MIN_BYTES_PER_S, transport.abort)
+
+    def taken(self) -> None:
+        """The client has taken what was to be sent."""
+        if self._status == 200 and not self.response_complete:
+            self._done("ok")
+
+    def gone(self) -> None:
+        """The connection is no more."""
+        if self.response_complete:
+            return
+        if self._future is not None:
+            self._future.cancel()
+        self._done(GONE)
+
+    def _done(self, code: str) -> None:
+        self._unwatch()
+        self.response_complete = True
+        self._line.finished(self)
+        self._path.end(self._call, code, self._status, self._headers)
+
+    def _watch(self, seconds: float, late: Any) -> None:
+        self._timer = self._line.loop.call_later(seconds, late)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def _never() -> Any:
+    """Stand where an ordinary request receives its body: here it is received otherwise."""
+    raise NotImplementedError

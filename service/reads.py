@@ -1,0 +1,213 @@
+"""The tensor routes as three steps: what the head says, what the body says, what is answered.
+
+Nothing here waits or sends: the FastAPI route (`routes.py`) and the fast path (`fast_path.py`)
+take the same steps, so they give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+
+from engram_client import wire
+from engram_client.wire import TensorView
+from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
+from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
+from service import operations, steps, strict
+from service.bodies import Buffer
+from service.calls import Call, check_layer
+from service.operations import Operation
+from service.state import Model
+
+
+class TensorRead(Protocol):
+    """A tensor request whose head is checked."""
+
+    def submit(self, body: memoryview) -> Future[StepAnswer]:
+        """Check the body, admit the answer, ask the engine; a residual is updated in `body`."""
+
+    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+        """Return an answer's headers and its buffers, which may be tensors' memory."""
+
+    def refusal(self, refused: StepRefused) -> EngramError:
+        """Return how refused segments are told."""
+
+
+class SingleRead:
+    """A residual, kv, rows or hash_ids of one layer and session, as path and query name them."""
+
+    def __init__(self, call: Call, output: Output) -> None:
+        """Raises BadTensor, SchemaError, UnknownLayer, TooManyTokens, Draining, Loading."""
+        self._call, self._output = call, output
+        self._model = model = call.state.check_open()
+        self._dtype = ""
+        self._shape: tuple[int, ...] = (call.integer("count", 1),)
+        if output is Output.RESIDUAL:
+            self._dtype, self._shape = _residual_spec(call, model)
+        self._segments = steps.one_segment(
+            call.session_id,
+            call.integer("position", 0),
+            self._checked_count(),
+            call.integer("epoch", EPOCH_OPENED),
+        )
+        self._layer = call.layer(model)
+        self._stored = call.choice("encoding", ("stored",)) is not None
+        self._wait_ms = call.integer("wait_ms", 0, high=MAX_WAIT_MS)
+        if output is Output.RESIDUAL:
+            _check_body_bytes(call.inbox.length, self._dtype, self._shape)
+
+    def _checked_count(self) -> int:
+        count, limit = self._shape[0], self._model.limits.max_tokens
+        if self._call.integer("count", count) != count:
+            raise BadTensor(
+                "count is not the residual's first dim",
+                expected=count,
+                got=self._call.query["count"],
+            )
+        if count > limit:
+            raise TooManyTokens(
+                f"{count} positions in one request; split it", expected=f"<= {limit}", got=count
+            )
+        return count
+
+    def submit(self, body: memoryview) -> Future[StepAnswer]:
+        """Ask the engine (see `TensorRead.submit`)."""
+        call, residual = self._call, None
+        if self._output is Output.RESIDUAL:
+            residual = wire.to_torch(TensorView(self._dtype, self._shape, body))
+        request = StepRequest(
+            segments=self._segments,
+            output=self._output,
+            layers=(self._layer,),
+            residual=residual,
+            stored=self._stored,
+            wait_ms=self._wait_ms,
+            client=call.client,
+        )
+        if residual is None:
+            spec = steps.output_spec(request, self._layer, self._shape[0], self._model)
+            call.lease.add(wire.num_bytes(spec), "the answer")
+        return self._model.engine.step(call.tenant, request)
+
+    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+        """Return a tensor's memory, and headers that describe it and its session."""
+        view = wire.as_view(answer.tensors[self._layer])
+        headers = {
+            wire.SHAPE: wire.format_shape(view.shape),
+            wire.DTYPE: view.dtype,
+            wire.LENGTH: str(answer.length[0]),
+            wire.BASE: str(answer.base[0]),
+            wire.EPOCH: str(answer.epoch[0]),
+        }
+        if self._output in (Output.KV, Output.ROWS):
+            headers[wire.DEAD] = wire.format_ranges(np.flatnonzero(answer.dead))
+        if self._stored:
+            index = self._model.checkpoint.geometry.layer_index(self._layer)
+            headers[wire.ENCODING] = self._model.backend.encodings[index]
+        return headers, [view.data]
+
+    def refusal(self, refused: StepRefused) -> EngramError:
+        """Return the refusal of the one segment."""
+        return refused.first
+
+
+class StepRead:
+    """`/v1/step`: any number of segments, pushed and read."""
+
+    def __init__(self, call: Call) -> None:
+        """Raises SchemaError, UnknownLayer, Draining, Loading."""
+        self._call = call
+        self._model = model = call.state.check_open()
+        self._options = _step_options(call, model)
+        self._request: StepRequest | None = None
+
+    def submit(self, body: memoryview) -> Future[StepAnswer]:
+        """Ask the engine (see `TensorRead.submit`)."""
+        call, model = self._call, self._model
+        self._request = steps.request_of(steps.decode(body), self._options, model)
+        call.lease.add(steps.answer_bytes(self._request, model), "the answer")
+        return model.engine.step(call.tenant, self._request)
+
+    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+        """Return a safetensors file."""
+        assert self._request is not None
+        return {}, steps.encode(self._request, answer)
+
+    def refusal(self, refused: StepRefused) -> EngramError:
+        """Return the refusal with the list of segments."""
+        return refused
+
+
+def _single(output: Output) -> Callable[[Call], TensorRead]:
+    return lambda call: SingleRead(call, output)
+
+
+READS: Mapping[Operation, Callable[[Call], TensorRead]] = {
+    operations.RESIDUAL: _single(Output.RESIDUAL),
+    operations.KV: _single(Output.KV),
+    operations.ROWS: _single(Output.ROWS),
+    operations.HASH_IDS: _single(Output.HASH_IDS),
+    operations.STEP: StepRead,
+}
+"""The tensor routes: what checks the head of each."""
+
+
+def _residual_spec(call: Call, model: Model) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape as the headers tell them. Raises BadTensor."""
+    geometry = model.checkpoint.geometry
+    dtype, text = call.headers[wire.DTYPE.lower()], call.headers[wire.SHAPE.lower()]
+    if dtype not in ("BF16", "F32"):
+        raise BadTensor(f"{wire.DTYPE} of a residual", expected="BF16 or F32", got=dtype[:40])
+    try:
+        shape = wire.parse_shape(text)
+    except wire.WireError as error:
+        raise BadTensor(
+            f"{wire.SHAPE}: {error.message}", expected="T,hc,dim", got=text[:80]
+        ) from None
+    if len(shape) != 3 or shape[1:] != (geometry.hc_mult, geometry.dim):
+        raise BadTensor(
+            f"{wire.SHAPE} of a residual",
+            expected=f"T,{geometry.hc_mult},{geometry.dim}",
+            got=text[:80],
+        )
+    return dtype, shape
+
+
+def _check_body_bytes(length: int | None, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises BadTensor: before it is read, a body that cannot be what its headers say."""
+    num_bytes = wire.num_bytes((dtype, shape))
+    if length is not None and length != num_bytes:
+        raise BadTensor(
+            f"the body is no {dtype} {list(shape)}", expected=f"{num_bytes} bytes", got=length
+        )
+
+
+def _step_options(call: Call, model: Model) -> steps.StepOptions:
+    """Raises SchemaError, UnknownLayer."""
+    output = Output(strict.choice(call.query["output"], "output", [str(o) for o in Output]))
+    stored = call.choice("encoding", ("stored",)) is not None
+    if stored and output is not Output.ROWS:
+        raise SchemaError("encoding=stored is for rows", expected="output=rows", got=str(output))
+    return steps.StepOptions(
+        output=output,
+        layers=_layers(call.query.get("layers"), model),
+        stored=stored,
+        truncate=call.choice("on_conflict", ("truncate",)) is not None,
+        wait_ms=call.integer("wait_ms", 0, high=MAX_WAIT_MS),
+        ahead=call.choice("ahead", ("true", "false")) != "false",
+        client=call.client,
+    )
+
+
+def _layers(text: str | None, model: Model) -> tuple[int, ...]:
+    if text is None:
+        return model.checkpoint.geometry.layer_ids
+    layers = tuple(strict.integer(part, "layers", 0) for part in text.split(","))
+    for layer in layers:
+        check_layer(layer, model)
+    if len(set(layers)) != len(layers):
+        raise SchemaError("layers: one is there twice", expected="each once", got=text[:80])
+    return layers
