@@ -15,6 +15,7 @@ MACHINE = "tests/laws/test_machine.py"
 ENGINE = "tests/laws/test_engine_laws.py"
 STORE = "tests/laws/test_store_laws.py"
 REQUESTS = "tests/refusals/test_requests.py"
+CLIENT = "tests/unit/test_client_protocol.py"
 
 
 @dataclass(frozen=True)
@@ -488,5 +489,42 @@ FAULTS = (
         "        if num_bytes > free or self._exceeds_share(tenant, num_bytes):\n",
         "        if False:\n",
         f"{REQUESTS}::test_no_room_for_another_body",
+    ),
+    # ------------------------------------------------------------------ the client
+    fault(
+        "client-forgets-the-epoch",
+        "engram_client/exchange.py",
+        "    state.base, state.epoch = base, epoch\n",
+        "    state.base = base\n",
+        CLIENT,
+    ),
+    fault(
+        "client-reopens-with-look-back-reversed",
+        "engram_client/state.py",
+        "        ids = self.history.read(max(position - width, 0), position).tolist()\n",
+        "        ids = self.history.read(max(position - width, 0), position).tolist()[::-1]\n",
+        CLIENT,
+    ),
+    fault(
+        "client-forgets-what-is-dead",
+        "engram_client/history.py",
+        "(ids if mask is None else np.where(mask, ids, DEAD)).tolist()",
+        "ids.tolist()",
+        CLIENT,
+    ),
+    fault(
+        "client-keeps-ids-behind-a-cut",
+        "engram_client/protocol.py",
+        "            state.history.cut(position)\n",
+        "            pass\n",
+        CLIENT,
+    ),
+    fault(
+        "client-gates-dead-positions",
+        "engram_client/local.py",
+        "        live = torch.arange(len(residual)) if dead is None"
+        " else (~dead).nonzero().flatten()\n",
+        "        live = torch.arange(len(residual))\n",
+        "tests/unit/test_local.py",
     ),
 )

@@ -692,7 +692,8 @@ def test_tensor_route_with_json(client: httpx.Client, held: str) -> None:
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", ""])
 def test_host_of_somebody_else(server: Server, host: str) -> None:
     request = f"GET /v1/info HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-    assert server.raw(request.encode())[0] == 421
+    status, body = server.raw(request.encode())
+    assert (status, json.loads(body)["code"]) == (421, "misdirected")
 
 
 # ---------------------------------------------------------------------- 422 schema
