@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from engram_core.errors import EngramError
 from engram_core.tools import doctor, probe_host
 from engram_core.tools.doctor import Diagnosis, Sample, diagnose
 from engram_core.tools.probe import Reading, Sizes, rate, reading, reason
+from service import cli
 
 TINY = Sizes(
     host_bytes=1 << 20, device_bytes=1 << 20, disk_bytes=8 << 20, copy_bytes=1 << 18, wkv_outputs=64
@@ -39,7 +41,7 @@ def test_report_says_why_there_is_no_gpu(found: Diagnosis) -> None:
     assert (found.device is None) == bool(found.why_no_device)
 
 
-def test_report_is_json_and_names_nobody(found: Diagnosis, tmp_path_factory: object) -> None:
+def test_report_is_json_and_names_nobody(found: Diagnosis) -> None:
     text = json.dumps(found.as_json())
     assert json.loads(text)["report"] == "engram doctor"
     told = " ".join(_strings(json.loads(text)))
@@ -114,3 +116,22 @@ def test_quiet_machine_has_no_findings() -> None:
 def _findings(lines: list[Reading], rates: tuple[float, ...] = (1.0,)) -> list[str]:
     samples = tuple(Sample(0.0, per_s, None, None) for per_s in rates)
     return list(doctor._findings(lines, samples, {}, None))
+
+
+def test_command_prints_the_report_or_writes_it(
+    found: Diagnosis,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(doctor, "diagnose", lambda **given: asked.update(given) or found)
+    out = tmp_path / "report.json"
+    arguments = ["doctor", "--json", "--out", str(out), "--seconds", "7"]
+    monkeypatch.setattr(sys, "argv", ["engram", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert asked["seconds"] == 7
+    as_read = json.loads(json.dumps(found.as_json()))
+    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out) == as_read
