@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engram_core.backends import native as abi
-from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.cuda_backend import MAPPED_TOKENS, CudaBackend, Sizes
 from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41, hash_constants
 from engram_core.backends.native import Native, cublaslt_candidates
@@ -412,7 +412,7 @@ def wall(bench: Bench, sizes: tuple[int, ...]) -> None:
             name = "mapped" if mapped else "copied"
             if tokens <= 1024 or not mapped:
                 measured[f"hit wall {name}"] = wall_us(partial(hit, residual), tokens)
-        backend._mapped_tokens = 64
+        backend._mapped_tokens = MAPPED_TOKENS
         measured["hit wall"] = wall_us(partial(hit, residual), tokens)
         measured["hit wall pageable"] = wall_us(partial(hit, pageable), tokens)
         measured["miss wall"] = wall_us(partial(miss, residual), tokens)

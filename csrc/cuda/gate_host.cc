@@ -33,7 +33,7 @@ engram_status gate_through_lane(const engram_gate_host_params& p, engram_gate_pa
                            (piece.is_f32 ? 4 : 2);
   void* const buffer = p.lanes[lane];
   void* const out = piece.out;
-  if (turn >= p.num_lanes) ENGRAM_CUDA(cudaStreamWaitEvent(upload, left, 0));
+  ENGRAM_CUDA(cudaStreamWaitEvent(upload, left, 0));  // never recorded: no wait
   ENGRAM_CUDA(cudaMemcpyAsync(buffer, piece.residual, num_bytes, cudaMemcpyHostToDevice, upload));
   ENGRAM_CUDA(cudaEventRecord(arrived, upload));
   ENGRAM_CUDA(cudaStreamWaitEvent(gate, arrived, 0));

@@ -71,7 +71,6 @@ __device__ __forceinline__ void requantize_group(float (&y)[8], unsigned lanes) 
 template <class Format, int kRows>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs args) {
-  let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kGatherWarps + threadIdx.x / 32;
   const int64_t first = warp * kRows;
@@ -105,6 +104,7 @@ __global__ void __launch_bounds__(kGatherThreads)
         requantize_group(y, lanes);
         packed = pack_bf16(y);
       }
+      if (kRows == 1) let_dependents_start_after(packed.x);
       *reinterpret_cast<uint4*>(args.out + ((first + r) * num_groups + group) * 16) = packed;
     }
   }

@@ -6,6 +6,8 @@ Loading the library needs no GPU and no CUDA installation; the first call that d
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import sysconfig
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_float, c_int, c_uint64, c_void_p
 from ctypes import c_int32 as i32
@@ -324,12 +326,18 @@ class Native:
 
 
 def find_library() -> Path:
-    """Find the library beside this file (installed) or in build/cuda (a source tree).
+    """Find the library beside this file (installed), in build/cuda (a source tree), or installed
+    apart from it (an editable install).
 
     Raises: Unsupported where this install has none.
     """
     here = Path(__file__).resolve()
-    candidates = (here.with_name(_LIBRARY), here.parents[2] / "build" / "cuda" / _LIBRARY)
+    installed = Path(sysconfig.get_path("platlib"), *__package__.split("."), _LIBRARY)
+    candidates = (
+        here.with_name(_LIBRARY),
+        here.parents[2] / "build" / "cuda" / _LIBRARY,
+        installed,  # of an editable install, whose Python files stay in the source tree
+    )
     for path in candidates:
         if path.is_file():
             return path
@@ -343,8 +351,6 @@ def find_library() -> Path:
 
 def cublaslt_candidates() -> list[str]:
     """Where cublasLt may lie: in torch's CUDA wheels, in a toolkit, wherever the linker looks."""
-    import importlib.util
-
     found: list[str] = []
     for package in ("nvidia.cu13", "nvidia.cublas"):
         try:
