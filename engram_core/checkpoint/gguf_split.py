@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engram_core.checkpoint.files import refusal, shown
@@ -34,7 +34,8 @@ def read_gguf_set(path: Path) -> GgufSet:
         CheckpointError: a shard missing, named and numbered differently, of another set, or a
             tensor in two of them; a folder that holds more than one checkpoint.
     """
-    files = [read_gguf(shard) for shard in _shards(_pick(path) if path.is_dir() else path)]
+    shards = _shards(_pick(path) if path.is_dir() else path)
+    files = [_read_shard(shard, is_first=shard == shards[0]) for shard in shards]
     for index, file in enumerate(files):
         _check_numbers(file, index, len(files))
     tensors: dict[str, GgufTensor] = {}
@@ -47,6 +48,15 @@ def read_gguf_set(path: Path) -> GgufSet:
             tensors[name] = tensor
     _check_total(files, len(tensors))
     return GgufSet(files[0].path, files[0].metadata, tensors)
+
+
+def _read_shard(path: Path, *, is_first: bool) -> GgufFile:
+    """Read one header; of a later shard only what says its place is kept."""
+    file = read_gguf(path)
+    if is_first:
+        return file
+    place = {key: value for key, value in file.metadata.items() if key.startswith("split.")}
+    return replace(file, metadata=place)
 
 
 def _pick(folder: Path) -> Path:

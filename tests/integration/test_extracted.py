@@ -9,17 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from engram_client import EngramClient
+from engram_client.arrays import torch_of
+from engram_core.checkpoint import open_checkpoint
 from tests.integration.server import ROOT, Server, running
-from tests.layout_files import LAYOUTS, ROWS, table
-from tests.oracle import Oracle, same_bits
-
-TOKEN_IDS = [0, 2, 5, 6, 9, 1, 8, 3, 4, 10, 7, 2]
-MASK = [token_id != 9 for token_id in TOKEN_IDS]
+from tests.layout_answers import MASK, TOKEN_IDS, answers, residual_of
+from tests.layout_files import LAYOUTS, ROWS
+from tests.oracle import same_bits
 
 
 def engram(*args: object, status: int = 0) -> str:
@@ -59,20 +57,14 @@ def server(extracted: Path) -> Iterator[Server]:
 def test_server_gives_the_rows_and_residuals_of_the_official_names(
     server: Server, folder: Path
 ) -> None:
-    oracle = Oracle.open(LAYOUTS["official, BF16"](folder / "official"))
-    compressed = oracle.compress(TOKEN_IDS, MASK)
+    official = answers(open_checkpoint(LAYOUTS["official"](folder / "official")))
     with EngramClient(server.url) as client, client.open_session() as session:
         session.push(TOKEN_IDS, mask=MASK)
-        for layer_id in ROWS:
-            hash_ids = oracle.layer_hash_ids(layer_id, compressed)
-            rows = torch.as_tensor(np.asarray(session.rows(layer_id)).astype(np.float32))
-            assert np.array_equal(rows.numpy(), table(layer_id).numbers[hash_ids])
-            x = torch.randn((len(TOKEN_IDS), 2, 64), generator=torch.Generator().manual_seed(1))
-            got = session.apply(layer_id, x.clone())
-            dead = ~torch.tensor(MASK)
-            assert same_bits(got[dead], x[dead])
-            interval = oracle.residual_interval(layer_id, oracle.rows(layer_id, hash_ids), x)
-            assert not interval.outside(got)[~dead].any()
+        for layer in ROWS:
+            rows = torch_of(session.rows(layer, 0, len(TOKEN_IDS)))
+            assert same_bits(rows, official.rows[layer])
+            got = session.apply(layer, residual_of(layer))
+            assert same_bits(torch_of(got), official.residual[layer])
 
 
 def test_verify_hashes_the_file_and_says_ok(extracted: Path) -> None:

@@ -249,6 +249,26 @@ def test_costly_gguf_is_refused_in_bounds(scratch: Path, make: Callable[[Path], 
         open_checkpoint(scratch / "bad.gguf")
 
 
+def test_later_shards_full_of_arrays_are_not_kept(scratch: Path) -> None:
+    whole = toy()
+    for i in range(6):
+        file = Gguf(
+            keys=list(whole.keys) if i == 0 else [], tensors=whole.tensors if i == 0 else []
+        )
+        for key, value in (("no", i), ("count", 6)):
+            file.set(f"split.{key}", "u16", value)
+        for j in range(0 if i == 0 else 6):
+            file.keys.append((f"engram.x{j}", "[u8]", []))
+        raw = bytearray(file.header() if i else file.write(scratch / "x").read_bytes())
+        for j in range(0 if i == 0 else 6):
+            at = raw.index(b"engram.x%d" % j) + 9 + 8
+            raw[at : at + 8] = struct.pack("<Q", 1 << 22)
+            raw[at + 8 : at + 8] = bytes(1 << 22)
+        (scratch / f"m-{i + 1:05d}-of-00006.gguf").write_bytes(raw)
+    with bounded():
+        assert open_checkpoint(scratch / "m-00001-of-00006.gguf").layout == "GGUF A"
+
+
 SIXTEEN_MIB = 16 << 20
 COSTLY_JSON = {
     "objects": b'{"a": [' + b"{}," * (SIXTEEN_MIB // 3 - 8) + b"{}]}",

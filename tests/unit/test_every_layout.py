@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -13,64 +12,18 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save
 
-from engram_core.checkpoint import Checkpoint, open_checkpoint
-from engram_core.engine import Engine
-from engram_core.engine_types import EngineLimits, OpenRequest, Output, Segments, StepRequest
-from engram_core.loader import load
+from engram_core.checkpoint import open_checkpoint
 from engram_core.tools.extract import extract
 from tests.gguf_bytes import toy
+from tests.layout_answers import Answers, answers, assert_same
 from tests.layout_files import LAYOUTS, ROWS, layout_a, table, write_official
 
-TOKEN_IDS = np.array([0, 2, 5, 6, 9, 1, 8, 3, 4, 10, 7, 2], np.int64)
-MASK = TOKEN_IDS != 9
 OFFICIAL = {
     "embd.weight": "embed.weight",
     "wkv.weight": "wkv.weight",
     "q.weight": "q_weight",
     "k.weight": "k_weight",
 }
-LIMITS = EngineLimits(max_tokens=64, max_sessions=4, max_held_tokens=4096)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What an engine says of one sequence, by layer."""
-
-    hash_ids: dict[int, torch.Tensor]
-    rows: dict[int, torch.Tensor]
-    residual: dict[int, torch.Tensor]
-
-
-def answers(checkpoint: Checkpoint, placement: str = "host") -> Answers:
-    """Push a sequence with a dead position and read all there is to read."""
-    backend = load(checkpoint, placement=placement, num_slots=64)
-    count = np.array([len(TOKEN_IDS)], np.int32)
-    with Engine(backend, LIMITS) as engine:
-        engine.open("", OpenRequest(session_id=1))
-        engine.push("", 1, 0, TOKEN_IDS, mask=MASK)
-        segments = Segments(count, np.zeros(1, np.int64), session_id=np.ones(1, np.int64))
-
-        def step(output: Output, layer: int) -> torch.Tensor:
-            residual = None
-            if output is Output.RESIDUAL:
-                generator = torch.Generator().manual_seed(layer)
-                residual = torch.randn((len(TOKEN_IDS), 2, 64), generator=generator)
-            request = StepRequest(segments, output, (layer,), residual=residual)
-            return engine.step("", request).result(30).tensors[layer]
-
-        outputs = (Output.HASH_IDS, Output.ROWS, Output.RESIDUAL)
-        read = [{layer: step(output, layer) for layer in ROWS} for output in outputs]
-    return Answers(*read)
-
-
-def same_bits(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> bool:
-    return all(torch.equal(one[i].view(torch.uint8), other[i].view(torch.uint8)) for i in ROWS)
-
-
-def assert_same(one: Answers, other: Answers) -> None:
-    assert same_bits(one.hash_ids, other.hash_ids)
-    assert same_bits(one.rows, other.rows)
-    assert same_bits(one.residual, other.residual)
 
 
 @pytest.fixture(scope="module")
