@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 PATH = Path(__file__).parent.parent / "openapi" / "openapi.json"
+PAGE_PATH = Path(__file__).parent.parent / "docs" / "api.md"
 
 _REF = "#/components/schemas/{model}"
 _BINARY = {"type": "string", "format": "binary"}
@@ -189,12 +190,15 @@ def render() -> str:
 
 
 def main() -> int:
-    """Write the file, or with --check say whether it is current."""
-    text = render()
+    """Write the document and its page, or with --check say whether they are current."""
+    from service.api_page import render_page
+
+    texts = {PATH: render(), PAGE_PATH: render_page()}
     if "--check" in sys.argv[1:]:
-        return 0 if PATH.exists() and PATH.read_text("utf-8") == text else 1
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_text(text, "utf-8")
+        return int(any(not p.exists() or p.read_text("utf-8") != t for p, t in texts.items()))
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
     return 0
 
 

@@ -32,7 +32,7 @@ class Sizes:
     """How much each probe touches, at most.
 
     host_bytes, device_bytes: of a table. Small ones flatter: on an H200 rows came from 1 GiB of
-    pinned memory 3 times faster than from 8 GiB, whose pages its address translation cannot hold.
+    pinned memory 2.5 times faster than from 8 GiB, more than its address translation holds.
     """
 
     host_bytes: int = 8 << 30

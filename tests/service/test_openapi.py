@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.openapi import PATH, codes_of, render
+from service.api_page import render_page
+from service.openapi import PAGE_PATH, PATH, codes_of, render
 from service.operations import OPERATIONS, Operation
 from service.routes import HANDLERS
 
@@ -25,6 +26,7 @@ def described(told: dict[str, Any], operation: Operation) -> dict[str, Any]:
 
 def test_file_is_current() -> None:
     assert PATH.read_text("utf-8") == render(), "run `make openapi`"
+    assert PAGE_PATH.read_text("utf-8") == render_page(), "run `make openapi`"
 
 
 def test_every_operation_is_routed_and_described(told: dict[str, Any]) -> None:

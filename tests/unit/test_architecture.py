@@ -85,6 +85,7 @@ LEVELS = {
         "door fast_path",
         "transport routes",
         "openapi",
+        "api_page",
         "app",
         "lifecycle",
         "demo_judge",
@@ -96,8 +97,9 @@ LEVELS = {
 }
 
 
-# `python -m service.openapi` renders the document of the app, which describes its routes with it.
-LATE = {("openapi", "service.app")}
+# `python -m service.openapi` renders the document of the app, which describes its routes with it,
+# and the page that is written from the same operations.
+LATE = {("openapi", "service.app"), ("openapi", "service.api_page")}
 
 
 def modules(package: str) -> dict[str, Path]:
