@@ -95,7 +95,8 @@ def _documents(operations: list[Operation]) -> Iterator[str]:
     models: list[type[BaseModel]] = []
     models += [op.body for op in operations if isinstance(op.body, type)]
     models += [a.model for op in operations for a in op.answers.values() if a.model is not None]
-    for model in dict.fromkeys([*models, schemas.Problem]):
+    models.append(schemas.Problem)
+    for model in dict.fromkeys(models):
         yield f"- **{model.__name__}**: {_fields(model)}"
 
 
