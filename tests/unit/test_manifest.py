@@ -49,7 +49,7 @@ def test_manifest_that_does_not_fit_is_refused(tmp_path: Path, file: Gguf, messa
 def test_manifest_without_its_size_is_refused(tmp_path: Path) -> None:
     file = with_manifest()
     file.drop(KEY)
-    with pytest.raises(CheckpointError, match="manifest_bytes.*got None"):
+    with pytest.raises(CheckpointError, match=r"manifest_bytes.*got None"):
         check_manifest(file.write(tmp_path / "a.gguf"))
 
 
