@@ -1,8 +1,9 @@
 """The way of tensors past FastAPI: from a parsed head to an answer in the tensor's own memory.
 
-A request whose head is plain and accepted is answered here, its body received into one buffer.
-Everything else (chunked bodies, unusual heads, whatever is refused before its body) takes the
-ordinary way and gets identical bytes. All calls come from the event loop's thread.
+A request whose head is plain and accepted is answered here, its body received into one buffer; one
+that is refused before a large body, too. Everything else (chunked bodies, unusual heads, refusals
+before small bodies) takes the ordinary way and gets identical bytes. All calls come from the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -90,16 +91,19 @@ class FastPath:
             "server": head.server,
         }
         call = Call(self._state, Inbox(scope, _never), request_id(head.headers))
+        read: TensorRead | Exception
         try:
             call.key = self._desk.identify(scope)
             check(call, operation, scope)
             read = READS[operation](call)
             if length:
                 call.lease.add(length, "the body")
-        except Exception:
-            call.close()
-            return None  # whatever it is, it is told the ordinary way
-        line.tenant = call.key.name
+        except Exception as error:
+            if length <= bodies.SMALL_BODY_BYTES:
+                call.close()
+                return None  # told the ordinary way, which reads the body first
+            read = error
+        line.tenant = call.key.name if call.key else line.tenant
         self._state.enter()
         return Exchange(self, head, line, call, read)
 
@@ -149,13 +153,15 @@ class Exchange:
     """One request on its connection, from its head to the last byte of its answer.
 
     uvicorn sees it where it keeps its own cycle, so the names it reads there are its names.
+
+    read: how it is answered, or why it is refused before its body
     """
 
     message_event = asyncio.Event()  # nobody waits for it; set by uvicorn at the end
     disconnected = False
 
     def __init__(
-        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead
+        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead | Exception
     ) -> None:
         self.keep_alive = head.keep_alive
         self.response_complete = False
@@ -163,7 +169,8 @@ class Exchange:
         self._headers = head.headers
         self._expects_continue = call.inbox.expects_continue
         self._length, self._end = call.inbox.length or 0, 0
-        self._buffer = np.empty(self._length, np.uint8).data
+        is_refused = isinstance(read, Exception)
+        self._buffer = np.empty(_SCRATCH_BYTES if is_refused else self._length, np.uint8).data
         self._begun = time.perf_counter()
         self._timer: asyncio.TimerHandle | None = None
         self._future: Future[StepAnswer] | None = None
@@ -180,11 +187,15 @@ class Exchange:
     def feed(self, data: bytes) -> None:
         """Take bytes of the body that came with the head."""
         end = self._end + len(data)
-        self._buffer[self._end : end] = data
+        if not isinstance(self._read, Exception):
+            self._buffer[self._end : end] = data
         self._end = end
 
     def await_body(self) -> None:
         """Ask for the rest of the body, if the client waits to be asked, and watch its pace."""
+        if isinstance(self._read, Exception):
+            self._refuse(self._read)
+            return
         if self._expects_continue:
             self._line.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._watch(bodies.GRACE_S, self._check_pace)
@@ -219,6 +230,9 @@ class Exchange:
     def work(self) -> None:
         """Ask the engine: the body is there."""
         self._unwatch()
+        if isinstance(self._read, Exception):
+            self._refuse(self._read)
+            return
         call = self._call
         call.inbox.num_bytes = self._end
         if self._end:
@@ -243,6 +257,7 @@ class Exchange:
     def _finish(self, future: Future[StepAnswer]) -> None:
         if self.response_complete:
             return
+        assert not isinstance(self._read, Exception)
         try:
             answer = future.result()
             self._call.stages.update(answer.stages)
@@ -258,7 +273,7 @@ class Exchange:
         self._send(200, headers, buffers, "ok")
 
     def _refuse(self, error: Exception) -> None:
-        if isinstance(error, StepRefused):
+        if isinstance(error, StepRefused) and not isinstance(self._read, Exception):
             error = self._read.refusal(error)
         code, refusal = self._path.refusal(self._call, error)
         status, headers, body = problems.encode(refusal)
@@ -301,9 +316,9 @@ class Exchange:
         """The connection is no more."""
         if self.response_complete:
             return
+        self._done(GONE)
         if self._future is not None:
             self._future.cancel()
-        self._done(GONE)
 
     def _done(self, code: str) -> None:
         self._unwatch()
