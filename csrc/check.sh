@@ -7,8 +7,10 @@ build=build/cuda
 architectures="80;90a;100f;120a;121a"
 cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DENGRAM_ARCHITECTURES="$architectures" >/dev/null
-cmake --build "$build" --clean-first 2>&1 | tee "$build/log.txt" | grep -E "error|warning|FAILED" || true
-test "${PIPESTATUS[0]}" -eq 0
+if ! cmake --build "$build" --clean-first >"$build/log.txt" 2>&1; then
+  grep -E "error|warning|FAILED" "$build/log.txt"
+  exit 1
+fi
 
 python3 - "$build" "$architectures" <<'PY'
 import re, sys

@@ -54,7 +54,7 @@ typedef void* engram_event;  /* a cudaEvent_t */
 
 const char* engram_last_error(void);
 int32_t engram_abi_version(void);
-const char* engram_architectures(void); /* embedded images, "80 90a ..." */
+const char* engram_architectures(void);                       /* embedded images, "80 90a ..." */
 int64_t engram_row_bytes(int32_t format, int64_t row_values); /* -1: no such row */
 
 /* ---- devices, memory, streams ---- */
@@ -91,11 +91,11 @@ engram_status engram_fill(void* to, int32_t byte, int64_t num_bytes, engram_stre
 /* ---- gather: windows or row ids -> rows ---- */
 
 typedef struct {
-  int32_t format;         /* engram_format */
-  int32_t head_dim;       /* values a row */
+  int32_t format;   /* engram_format */
+  int32_t head_dim; /* values a row */
   int64_t num_rows;
-  const uint8_t* codes;   /* [num_rows, row_bytes]; row_bytes without scales if scales is set */
-  const uint8_t* scales;  /* [num_rows, head_dim / 32], or NULL: inside the row */
+  const uint8_t* codes;  /* [num_rows, row_bytes]; row_bytes without scales if scales is set */
+  const uint8_t* scales; /* [num_rows, head_dim / 32], or NULL: inside the row */
 } engram_table;
 
 typedef struct {
@@ -122,9 +122,9 @@ typedef struct {
                               * T <= ENGRAM_INLINE_TOKENS and N <= 4, else device */
   const int64_t* hash_ids;   /* [T, C]; exactly one of the two. Not checked on the device */
   int64_t num_tokens;
-  int32_t num_cols;          /* C */
-  int32_t output;            /* engram_gather_output */
-  void* out;                 /* 16-byte aligned */
+  int32_t num_cols; /* C */
+  int32_t output;   /* engram_gather_output */
+  void* out;        /* 16-byte aligned */
   engram_stream stream;
 } engram_gather_params;
 
@@ -192,7 +192,7 @@ typedef struct {
   const void* residual;   /* [T, HC, dim] bf16, or f32 if is_f32 */
   void* out;              /* the same; may be residual itself */
   int64_t num_tokens;
-  int32_t dim, hc_mult;   /* dim % 8 == 0, dim <= 8192, hc_mult 1..4 */
+  int32_t dim, hc_mult; /* dim % 8 == 0, dim <= 8192, hc_mult 1..4 */
   float eps;
   int32_t is_f32;
   engram_stream stream;
@@ -205,11 +205,11 @@ typedef struct {
   engram_gate_params gate; /* residual, out: host, pinned; slots, is_dead: host at every T */
   int32_t is_mapped;       /* the kernel reads and writes host memory in place: no lanes */
   int32_t num_lanes;
-  int64_t piece_tokens;        /* 1..ENGRAM_INLINE_TOKENS */
-  void* const* lanes;          /* host: [num_lanes] device buffers of a piece */
-  const engram_event* events;  /* host: [num_lanes][3] */
+  int64_t piece_tokens;       /* 1..ENGRAM_INLINE_TOKENS */
+  void* const* lanes;         /* host: [num_lanes] device buffers of a piece */
+  const engram_event* events; /* host: [num_lanes][3] */
   engram_stream upload, download;
-  engram_event after;          /* what the gate waits for, or NULL */
+  engram_event after; /* what the gate waits for, or NULL */
   engram_event done;
   int64_t timeout_ms;
 } engram_gate_host_params;

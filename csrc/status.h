@@ -10,14 +10,14 @@ namespace engram {
 
 }  // namespace engram
 
-#define ENGRAM_REQUIRE(condition, ...) \
-  do {                                 \
+#define ENGRAM_REQUIRE(condition, ...)                                  \
+  do {                                                                  \
     if (!(condition)) return engram::fail(ENGRAM_INVALID, __VA_ARGS__); \
   } while (0)
 
-#define ENGRAM_CUDA(call)                                                              \
-  do {                                                                                 \
-    const cudaError_t status_ = (call);                                                \
-    if (status_ != cudaSuccess)                                                        \
+#define ENGRAM_CUDA(call)                                                                   \
+  do {                                                                                      \
+    const cudaError_t status_ = (call);                                                     \
+    if (status_ != cudaSuccess)                                                             \
       return engram::fail(ENGRAM_CUDA_ERROR, "%s: %s", #call, cudaGetErrorString(status_)); \
   } while (0)

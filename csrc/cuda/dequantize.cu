@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   if (index >= args.num_groups) return;
   const int64_t row = index / args.groups_a_row;
   const int group = static_cast<int>(index - row * args.groups_a_row);
-  const auto raw = load_row_group<Format>(
-      args.codes + row * args.code_stride,
-      args.scales + row / args.rows_per_scale * args.scale_stride, group);
+  const auto raw =
+      load_row_group<Format>(args.codes + row * args.code_stride,
+                             args.scales + row / args.rows_per_scale * args.scale_stride, group);
   float y[8];
   decode_row_group<Format>(raw, group, y);
   args.out[index] = pack_bf16(y);
@@ -40,7 +40,8 @@ engram_status engram_dequantize(const engram_dequantize_params* params) {
   const int64_t codes = code_bytes(params->format, params->row_values);
   ENGRAM_REQUIRE(codes > 0,
                  "dequantize: expected a known format and rows of whole quant blocks, got format "
-                 "%d, %lld values", params->format, static_cast<long long>(params->row_values));
+                 "%d, %lld values",
+                 params->format, static_cast<long long>(params->row_values));
   ENGRAM_REQUIRE(params->num_rows >= 0 && params->rows_per_scale >= 1,
                  "dequantize: expected num_rows >= 0 and rows_per_scale >= 1, got %lld and %d",
                  static_cast<long long>(params->num_rows), params->rows_per_scale);

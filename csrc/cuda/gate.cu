@@ -137,8 +137,7 @@ __device__ __forceinline__ float gate_of_block(Sums mine, const GateArgs& args, 
 
 template <int kWidth>
 __device__ __forceinline__ void add_products(Sums& sums, const float (&h)[kWidth],
-                                             const float (&key)[kWidth],
-                                             const float (&w)[kWidth]) {
+                                             const float (&key)[kWidth], const float (&w)[kWidth]) {
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     sums.h_square = __fmaf_rn(h[j], h[j], sums.h_square);
@@ -184,8 +183,8 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       if (!kStays) return;
       continue;
     }
-    const auto* kv = static_cast<const typename V::Kv*>(args.kv) +
-                     args.list.slot(token) * (hc + 1) * vectors;
+    const auto* kv =
+        static_cast<const typename V::Kv*>(args.kv) + args.list.slot(token) * (hc + 1) * vectors;
     typename V::Residual packed[kVectors];
     typename V::Kv key[kVectors], value[kVectors];
 #pragma unroll
@@ -297,7 +296,8 @@ engram_status engram_gate(const engram_gate_params* params) {
   args.hc_mult = params->hc_mult;
   args.eps = params->eps;
   args.inverse_dim = static_cast<float>(1.0 / params->dim);
-  args.inverse_root_dim = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(params->dim)));
+  args.inverse_root_dim =
+      static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(params->dim)));
   fill_slot_list(args.list, params->slots, params->is_dead, params->num_tokens);
   const cudaStream_t stream = static_cast<cudaStream_t>(params->stream);
   return params->is_f32 ? dispatch_gate<true>(args, stream) : dispatch_gate<false>(args, stream);

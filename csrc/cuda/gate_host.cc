@@ -29,8 +29,8 @@ engram_status gate_through_lane(const engram_gate_host_params& p, engram_gate_pa
   const cudaStream_t upload = static_cast<cudaStream_t>(p.upload);
   const cudaStream_t gate = static_cast<cudaStream_t>(p.gate.stream);
   const cudaStream_t download = static_cast<cudaStream_t>(p.download);
-  const size_t num_bytes = static_cast<size_t>(piece.num_tokens) * piece.hc_mult * piece.dim *
-                           (piece.is_f32 ? 4 : 2);
+  const size_t num_bytes =
+      static_cast<size_t>(piece.num_tokens) * piece.hc_mult * piece.dim * (piece.is_f32 ? 4 : 2);
   void* const buffer = p.lanes[lane];
   void* const out = piece.out;
   ENGRAM_CUDA(cudaStreamWaitEvent(upload, left, 0));  // never recorded: no wait
@@ -53,8 +53,7 @@ engram_status engram_gate_host(const engram_gate_host_params* params) {
   ENGRAM_REQUIRE(p.piece_tokens >= 1 && p.piece_tokens <= ENGRAM_INLINE_TOKENS,
                  "gate_host: expected piece_tokens 1..%d, got %lld", ENGRAM_INLINE_TOKENS,
                  static_cast<long long>(p.piece_tokens));
-  ENGRAM_REQUIRE(p.is_mapped || p.num_lanes >= 1, "gate_host: expected lanes, got %d",
-                 p.num_lanes);
+  ENGRAM_REQUIRE(p.is_mapped || p.num_lanes >= 1, "gate_host: expected lanes, got %d", p.num_lanes);
   ENGRAM_REQUIRE(p.gate.slots != nullptr, "gate_host: expected slots, got NULL");
   if (p.gate.num_tokens == 0) return ENGRAM_OK;
   if (p.after != nullptr)

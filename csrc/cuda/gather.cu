@@ -37,9 +37,9 @@ struct GatherArgs {
 __device__ __forceinline__ int64_t row_id(const GatherArgs& args, int64_t pair) {
   if (args.hash_ids != nullptr) return args.hash_ids[pair];
   // 64-bit division is a call of some 100 instructions.
-  const int64_t token = pair <= 0xFFFFFFFF ? static_cast<uint32_t>(pair) /
-                                                 static_cast<uint32_t>(args.num_cols)
-                                           : pair / args.num_cols;
+  const int64_t token = pair <= 0xFFFFFFFF
+                            ? static_cast<uint32_t>(pair) / static_cast<uint32_t>(args.num_cols)
+                            : pair / args.num_cols;
   const int col = static_cast<int>(pair - token * args.num_cols);
   const int64_t first = token * args.hash.max_ngram_size;
   // Indexed, not pointed at: the parameters are then read from the constant bank.
@@ -168,7 +168,8 @@ static engram_status check_gather(const engram_gather_params& p) {
                  static_cast<long long>(p.num_tokens));
   ENGRAM_REQUIRE(row_bytes(p.table->format, p.table->head_dim) > 0,
                  "gather: expected a known row format and a head_dim of whole quant blocks, "
-                 "got format %d, head_dim %d", p.table->format, p.table->head_dim);
+                 "got format %d, head_dim %d",
+                 p.table->format, p.table->head_dim);
   ENGRAM_REQUIRE(p.table->scales == nullptr || p.table->format == ENGRAM_E4M3_E8M0_32,
                  "gather: expected scales apart from codes only for E4M3_E8M0_32, got format %d",
                  p.table->format);
@@ -177,7 +178,7 @@ static engram_status check_gather(const engram_gather_params& p) {
   ENGRAM_REQUIRE(p.windows == nullptr || p.hash != nullptr,
                  "gather: expected hash constants with windows, got NULL");
   ENGRAM_REQUIRE(p.num_cols > 0 && (p.windows == nullptr ||
-                     p.num_cols == (p.hash->max_ngram_size - 1) * p.hash->num_heads),
+                                    p.num_cols == (p.hash->max_ngram_size - 1) * p.hash->num_heads),
                  "gather: expected (N - 1) * num_heads hash columns, got %d", p.num_cols);
   ENGRAM_REQUIRE(p.output >= ENGRAM_OUT_BF16 && p.output <= ENGRAM_OUT_STORED,
                  "gather: expected output 0..2, got %d", p.output);
@@ -239,9 +240,8 @@ engram_status engram_gather(const engram_gather_params* params) {
   if (params->output == ENGRAM_OUT_STORED)
     launch_gather_stored(args, table, stream);
   else
-    visit_format(table.format, [&](auto tag) {
-      launch_gather<typename decltype(tag)::type>(args, stream);
-    });
+    visit_format(table.format,
+                 [&](auto tag) { launch_gather<typename decltype(tag)::type>(args, stream); });
   ENGRAM_CUDA(cudaGetLastError());
   return ENGRAM_OK;
 }

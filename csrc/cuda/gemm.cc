@@ -30,8 +30,8 @@ struct Library {
 engram_status open_library(const char* path, Library& lt) {
   lt.handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (lt.handle == nullptr) return fail(ENGRAM_UNSUPPORTED, "cannot open cublasLt: %s", dlerror());
-#define ENGRAM_LT(name)                                                    \
-  lt.name = reinterpret_cast<decltype(lt.name)>(dlsym(lt.handle, #name));  \
+#define ENGRAM_LT(name)                                                   \
+  lt.name = reinterpret_cast<decltype(lt.name)>(dlsym(lt.handle, #name)); \
   if (lt.name == nullptr) return fail(ENGRAM_UNSUPPORTED, "%s has no " #name, path);
 #include "cublaslt_functions.inc"
 #undef ENGRAM_LT
@@ -64,9 +64,9 @@ struct engram_gemm {
   }
 };
 
-#define ENGRAM_BLAS(call)                                                                 \
-  do {                                                                                    \
-    const int status_ = (call);                                                           \
+#define ENGRAM_BLAS(call)                                                                      \
+  do {                                                                                         \
+    const int status_ = (call);                                                                \
     if (status_ != 0) return fail(ENGRAM_UNSUPPORTED, "%s: cublas status %d", #call, status_); \
   } while (0)
 
@@ -84,8 +84,8 @@ static engram_status create(engram_gemm& gemm, const char* path, int32_t num_sms
   const int32_t transpose = 1;
   ENGRAM_BLAS(gemm.lt.cublasLtMatmulDescSetAttribute(gemm.operation, kDescTransA, &transpose, 4));
   if (num_sms > 0)
-    ENGRAM_BLAS(gemm.lt.cublasLtMatmulDescSetAttribute(gemm.operation, kDescSmCountTarget,
-                                                       &num_sms, 4));
+    ENGRAM_BLAS(
+        gemm.lt.cublasLtMatmulDescSetAttribute(gemm.operation, kDescSmCountTarget, &num_sms, 4));
   const uint64_t k = static_cast<uint64_t>(gemm.in_features);
   const uint64_t m = static_cast<uint64_t>(gemm.out_features);
   ENGRAM_BLAS(gemm.lt.cublasLtMatrixLayoutCreate(&gemm.weights, kReal16BF, k, m, gemm.in_features));
@@ -135,10 +135,9 @@ static bool is_plain(const engram_gemm& gemm, const cublasLtMatmulAlgo_t& algori
 }
 
 engram_status engram_gemm_add_class(engram_gemm* gemm, int64_t max_tokens, int32_t rank) {
-  ENGRAM_REQUIRE(max_tokens > 0 &&
-                     (gemm->classes.empty() || gemm->classes.back().max_tokens < max_tokens),
-                 "gemm: expected classes in ascending order, got %lld",
-                 static_cast<long long>(max_tokens));
+  ENGRAM_REQUIRE(
+      max_tokens > 0 && (gemm->classes.empty() || gemm->classes.back().max_tokens < max_tokens),
+      "gemm: expected classes in ascending order, got %lld", static_cast<long long>(max_tokens));
   if (const engram_status status = set_tokens(*gemm, max_tokens)) return status;
   cublasLtMatmulPreference_t preference = nullptr;
   ENGRAM_BLAS(gemm->lt.cublasLtMatmulPreferenceCreate(&preference));
@@ -168,13 +167,11 @@ engram_status engram_gemm_add_class(engram_gemm* gemm, int64_t max_tokens, int32
 
 engram_status engram_gemm_run(engram_gemm* gemm, const engram_project_params* params) {
   ENGRAM_REQUIRE(params->slots == nullptr, "gemm: expected slots NULL");
-  ENGRAM_REQUIRE(params->in_features == gemm->in_features &&
-                     params->out_features == gemm->out_features,
-                 "gemm: expected %lld x %lld, got %lld x %lld",
-                 static_cast<long long>(gemm->out_features),
-                 static_cast<long long>(gemm->in_features),
-                 static_cast<long long>(params->out_features),
-                 static_cast<long long>(params->in_features));
+  ENGRAM_REQUIRE(
+      params->in_features == gemm->in_features && params->out_features == gemm->out_features,
+      "gemm: expected %lld x %lld, got %lld x %lld", static_cast<long long>(gemm->out_features),
+      static_cast<long long>(gemm->in_features), static_cast<long long>(params->out_features),
+      static_cast<long long>(params->in_features));
   if (params->num_tokens == 0) return ENGRAM_OK;
   const BatchClass* chosen = nullptr;
   for (const BatchClass& candidate : gemm->classes)

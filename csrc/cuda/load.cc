@@ -85,8 +85,8 @@ engram_status load_stages(const engram_load_params& p, int fd, const Events& eve
       return fail(ENGRAM_IO_ERROR, "%s: %s after %lld of %lld bytes", p.path,
                   status < 0 ? "ends early" : strerror(status), static_cast<long long>(done),
                   static_cast<long long>(p.num_bytes));
-    ENGRAM_CUDA(cudaMemcpyAsync(static_cast<char*>(p.to) + done, stage,
-                                static_cast<size_t>(count), cudaMemcpyHostToDevice, stream));
+    ENGRAM_CUDA(cudaMemcpyAsync(static_cast<char*>(p.to) + done, stage, static_cast<size_t>(count),
+                                cudaMemcpyHostToDevice, stream));
     ENGRAM_CUDA(cudaEventRecord(events.done[turn], stream));
     if (!p.keep_pages) posix_fadvise(fd, p.offset + done, count, POSIX_FADV_DONTNEED);
     done += count;

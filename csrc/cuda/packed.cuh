@@ -17,8 +17,8 @@ __device__ __forceinline__ uint4 decode_packed(const typename Format::Group& raw
 // byte c * 0x22 + 0x10 of a selector names bytes 2c and 2c + 1 of the eight that hold them.
 template <>
 __device__ __forceinline__ uint4 decode_packed<Q2K>(const Q2K::Group& raw, int group) {
-  const float scale = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)),
-                          static_cast<float>(raw.scale & 15u));
+  const float scale =
+      mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)), static_cast<float>(raw.scale & 15u));
   const float min = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin >> 16)),
                         static_cast<float>(raw.scale >> 4));
   // 0 * scale is not always 0: it is NaN if the scale is infinite.

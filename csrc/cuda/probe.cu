@@ -1,6 +1,6 @@
-#include "probe.h"
-
 #include <cuda_runtime.h>
+
+#include "probe.h"
 
 namespace engram {
 

@@ -101,8 +101,8 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kTokens / 8][4], ui
 // Accumulators -> shared memory [token][output] -> 16-byte stores along the outputs of a token.
 template <int kTokens>
 __device__ __forceinline__ void store_tile(const ProjectArgs& args,
-                                           const float (&sums)[kTokens / 8][4],
-                                           __nv_bfloat16* tile, int64_t output, int64_t token) {
+                                           const float (&sums)[kTokens / 8][4], __nv_bfloat16* tile,
+                                           int64_t output, int64_t token) {
   constexpr int kPitch = kOutputs + 8;  // 16-byte rows, no two tokens of a store in one bank
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -143,9 +143,8 @@ __global__ void __launch_bounds__(kProjectThreads)
 
   auto fetch_weights = [&](int step) {
     if (step < num_steps)
-      copy_tile<kOutputs>(base + step % kStages * kStageBytes, args.wkv, output,
-                          args.out_features, static_cast<int64_t>(step) * kDepth,
-                          args.in_features);
+      copy_tile<kOutputs>(base + step % kStages * kStageBytes, args.wkv, output, args.out_features,
+                          static_cast<int64_t>(step) * kDepth, args.in_features);
   };
   auto fetch_tokens = [&](int step) {
     if (step < num_steps)
@@ -181,8 +180,8 @@ engram_status launch_project(const ProjectArgs& args, cudaStream_t stream) {
   static_assert(kTokens * (kOutputs + 8) * 2 <= kBytes, "the store tile re-uses the stages");
   ENGRAM_CUDA(cudaFuncSetAttribute(project_kernel<kTokens>,
                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t blocks = ((args.num_tokens + kTokens - 1) / kTokens) *
-                         ((args.out_features + kOutputs - 1) / kOutputs);
+  const int64_t blocks =
+      ((args.num_tokens + kTokens - 1) / kTokens) * ((args.out_features + kOutputs - 1) / kOutputs);
   ENGRAM_REQUIRE(blocks <= 0x7FFFFFFF, "project: %lld tokens are too many for one launch",
                  static_cast<long long>(args.num_tokens));
   ENGRAM_CUDA(launch_dependent(project_kernel<kTokens>, static_cast<unsigned>(blocks),
@@ -234,11 +233,11 @@ engram_status engram_project_chain(const engram_project_params* params) {
 }
 
 engram_status engram_scatter_kv(const engram_scatter_params* params) {
-  ENGRAM_REQUIRE(params->num_tokens >= 0 && params->out_features > 0 &&
-                     params->out_features % 8 == 0,
-                 "scatter_kv: expected num_tokens >= 0 and out_features in multiples of 8, got "
-                 "%lld and %lld", static_cast<long long>(params->num_tokens),
-                 static_cast<long long>(params->out_features));
+  ENGRAM_REQUIRE(
+      params->num_tokens >= 0 && params->out_features > 0 && params->out_features % 8 == 0,
+      "scatter_kv: expected num_tokens >= 0 and out_features in multiples of 8, got "
+      "%lld and %lld",
+      static_cast<long long>(params->num_tokens), static_cast<long long>(params->out_features));
   ENGRAM_REQUIRE(params->slots != nullptr, "scatter_kv: expected slots, got NULL");
   if (params->num_tokens == 0) return ENGRAM_OK;
   engram::ScatterArgs args{};

@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kReadThreads)
 
 engram_status engram_read_kv(const engram_read_kv_params* params) {
   using namespace engram;
-  ENGRAM_REQUIRE(params->hc_mult >= 1 && params->hc_mult <= 4 && params->dim > 0 &&
-                     params->dim % 8 == 0,
-                 "read_kv: expected hc_mult 1..4 and dim in multiples of 8, got %d and %d",
-                 params->hc_mult, params->dim);
+  ENGRAM_REQUIRE(
+      params->hc_mult >= 1 && params->hc_mult <= 4 && params->dim > 0 && params->dim % 8 == 0,
+      "read_kv: expected hc_mult 1..4 and dim in multiples of 8, got %d and %d", params->hc_mult,
+      params->dim);
   ENGRAM_REQUIRE(params->num_tokens >= 0 && params->num_tokens <= (1 << 28),
                  "read_kv: expected 0..2^28 tokens, got %lld",
                  static_cast<long long>(params->num_tokens));

@@ -39,8 +39,8 @@ struct MXFP4 {
   // ggml's definition: integers 0 1 2 3 4 6 8 12 (twice the e2m1 value) times 2^(scale - 128);
   // scale 255 is 2^127 there, not NaN.
   ENGRAM_HD static void decode(const Group& raw, int group, float (&y)[8]) {
-    const float scale = bits_to_float(raw.scale < 2 ? 0x00200000u << raw.scale
-                                                    : (raw.scale - 1) << 23);
+    const float scale =
+        bits_to_float(raw.scale < 2 ? 0x00200000u << raw.scale : (raw.scale - 1) << 23);
     for (int i = 0; i < 8; ++i) {
       const uint32_t code = (raw.codes.byte(i) >> (4 * (group >> 1))) & 15u;
       const int magnitude = static_cast<int>((0xC8643210u >> (4 * (code & 7u))) & 15u);

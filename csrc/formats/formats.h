@@ -20,18 +20,41 @@ struct Tag {
 template <class Visitor>
 bool visit_format(int32_t format, Visitor&& visitor) {
   switch (format) {
-    case ENGRAM_F32: visitor(Tag<F32>{}); return true;
-    case ENGRAM_F16: visitor(Tag<F16>{}); return true;
-    case ENGRAM_BF16: visitor(Tag<BF16>{}); return true;
-    case ENGRAM_Q8_0: visitor(Tag<Q80>{}); return true;
-    case ENGRAM_Q2_K: visitor(Tag<Q2K>{}); return true;
-    case ENGRAM_Q3_K: visitor(Tag<Q3K>{}); return true;
-    case ENGRAM_Q4_K: visitor(Tag<Q4K>{}); return true;
-    case ENGRAM_Q5_K: visitor(Tag<Q5K>{}); return true;
-    case ENGRAM_Q6_K: visitor(Tag<Q6K>{}); return true;
-    case ENGRAM_MXFP4: visitor(Tag<MXFP4>{}); return true;
-    case ENGRAM_E4M3_E8M0_32: visitor(Tag<E4M3>{}); return true;
-    default: return false;
+    case ENGRAM_F32:
+      visitor(Tag<F32>{});
+      return true;
+    case ENGRAM_F16:
+      visitor(Tag<F16>{});
+      return true;
+    case ENGRAM_BF16:
+      visitor(Tag<BF16>{});
+      return true;
+    case ENGRAM_Q8_0:
+      visitor(Tag<Q80>{});
+      return true;
+    case ENGRAM_Q2_K:
+      visitor(Tag<Q2K>{});
+      return true;
+    case ENGRAM_Q3_K:
+      visitor(Tag<Q3K>{});
+      return true;
+    case ENGRAM_Q4_K:
+      visitor(Tag<Q4K>{});
+      return true;
+    case ENGRAM_Q5_K:
+      visitor(Tag<Q5K>{});
+      return true;
+    case ENGRAM_Q6_K:
+      visitor(Tag<Q6K>{});
+      return true;
+    case ENGRAM_MXFP4:
+      visitor(Tag<MXFP4>{});
+      return true;
+    case ENGRAM_E4M3_E8M0_32:
+      visitor(Tag<E4M3>{});
+      return true;
+    default:
+      return false;
   }
 }
 

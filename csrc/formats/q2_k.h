@@ -22,8 +22,8 @@ struct Q2K {
 
   ENGRAM_HD static void decode(const Group& raw, int group, float (&y)[8]) {
     const int shift = 2 * ((group >> 2) & 3);
-    const float scale = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)),
-                            static_cast<float>(raw.scale & 15u));
+    const float scale =
+        mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)), static_cast<float>(raw.scale & 15u));
     const float min = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin >> 16)),
                           static_cast<float>(raw.scale >> 4));
     for (int i = 0; i < 8; ++i)

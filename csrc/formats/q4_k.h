@@ -11,7 +11,8 @@ struct ScaleMin {
   uint32_t scale, min;
 };
 
-// The j-th of the eight 6-bit pairs packed in bytes a = s[j % 4], b = s[4 + j % 4], c = s[8 + j % 4].
+// The j-th of the eight 6-bit pairs packed in bytes a = s[j % 4], b = s[4 + j % 4], c = s[8 + j %
+// 4].
 ENGRAM_HD ScaleMin unpack_scale_min(int j, uint32_t a, uint32_t b, uint32_t c) {
   if (j < 4) return {a & 63u, b & 63u};
   return {(c & 15u) | ((a >> 6) << 4), (c >> 4) | ((b >> 6) << 4)};
@@ -40,10 +41,10 @@ struct Q4KLike {
   ENGRAM_HD static void decode(const Group& raw, int group, float (&y)[8]) {
     const int j = group >> 2, shift = 4 * (j & 1);
     const ScaleMin pair = unpack_scale_min(j, raw.a, raw.b, raw.c);
-    const float scale = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)),
-                            static_cast<float>(pair.scale));
-    const float min = mul(half_to_float(static_cast<uint16_t>(raw.d_dmin >> 16)),
-                          static_cast<float>(pair.min));
+    const float scale =
+        mul(half_to_float(static_cast<uint16_t>(raw.d_dmin)), static_cast<float>(pair.scale));
+    const float min =
+        mul(half_to_float(static_cast<uint16_t>(raw.d_dmin >> 16)), static_cast<float>(pair.min));
     for (int i = 0; i < 8; ++i) {
       const uint32_t high = kHighBytes ? ((raw.high_bits.byte(i) >> j) & 1u) << 4 : 0u;
       const uint32_t code = ((raw.codes.byte(i) >> shift) & 15u) | high;

@@ -18,9 +18,8 @@ int32_t host_dequantize(int32_t format, int64_t num_rows, int64_t row_values, co
     using Format = typename decltype(tag)::type;
     for (int64_t row = 0; row < num_rows; ++row)
       for (int64_t group = 0; group < row_values / 8; ++group) {
-        const auto raw = load_row_group<Format>(codes + row * code_stride,
-                                                scales + row * scale_stride,
-                                                static_cast<int>(group));
+        const auto raw = load_row_group<Format>(
+            codes + row * code_stride, scales + row * scale_stride, static_cast<int>(group));
         float y[8];
         decode_row_group<Format>(raw, static_cast<int>(group), y);
         memcpy(out + row * row_values + group * 8, y, sizeof y);
@@ -59,8 +58,8 @@ void host_hash(const engram_hash* hash, int64_t num_tokens, const int32_t* windo
   for (int c = 0; c < cols; ++c) prepared.reciprocals[c] = reciprocal(prepared.primes[c]);
   for (int64_t t = 0; t < num_tokens; ++t)
     for (int c = 0; c < cols; ++c)
-      ids[t * cols + c] = hash_row_id(
-          prepared, [&](int i) { return windows[t * hash->max_ngram_size + i]; }, c);
+      ids[t * cols + c] =
+          hash_row_id(prepared, [&](int i) { return windows[t * hash->max_ngram_size + i]; }, c);
 }
 
 }  // extern "C"

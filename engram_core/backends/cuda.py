@@ -72,11 +72,13 @@ def load(
     budget: Budget,
     progress: Progress,
 ) -> CudaBackend:
-    """Load a checkpoint onto a CUDA device (see `loader.load`), and check the result.
+    """Load a checkpoint onto a CUDA device (see `loader.load`).
+
+    cublasLt is compared with the chain here; `self_check` is the caller's, as for every backend.
 
     device: "cuda" or "cuda:N"; placement: auto, device, or host (rows gathered from pinned memory)
 
-    Raises: MemoryShort before the first byte; CheckpointError; Unsupported; SelfCheckFailed.
+    Raises: MemoryShort before the first byte; CheckpointError; Unsupported.
     """
     native = Native()
     index = _device_index(native, device)
@@ -114,7 +116,6 @@ def load(
     with ExitStack() as failed:
         failed.callback(backend.close)
         backend.open_gemm(cublaslt_candidates())
-        backend.self_check()
         check(needs, ledger, _memory(native.device(index)))
         failed.pop_all()
     return backend

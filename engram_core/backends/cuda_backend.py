@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from ctypes import byref
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,7 +34,7 @@ from engram_core.backends.staging import (
     fits_inline,
     pieces,
 )
-from engram_core.errors import BadTensor, RowOutOfRange
+from engram_core.errors import BadTensor, Internal, RowOutOfRange
 from engram_core.geometry import EngramHashTables, Geometry
 
 MAPPED_TOKENS = 32
@@ -266,10 +266,15 @@ class CudaBackend:
 
     def close(self) -> None:
         """Free the device. The backend cannot be used afterwards."""
-        self._select()
-        self._owned.close()
+        # After a CUDA error every call fails, the freeing ones too: the process is about to end.
+        with suppress(Internal):
+            self._select()
+            self.synchronize()
+        with suppress(Internal):
+            self._owned.close()
         for pool in self._pools:
-            pool.close()
+            with suppress(Internal):
+                pool.close()
         self._pools.clear()
 
     # ---- queues
