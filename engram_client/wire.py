@@ -168,6 +168,23 @@ def encode_tensors(tensors: Mapping[str, TensorView]) -> list[bytes | memoryview
     return [head, *(tensors[name].data for name in order if tensors[name].data.nbytes)]
 
 
+def view_of(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> TensorView:
+    """Return a tensor of bytes that came with its dtype and shape.
+
+    Raises WireError: an unknown dtype, a shape that is none, other bytes than they say.
+    """
+    if len(shape) > MAX_RANK or any(size < 0 for size in shape):
+        raise WireError(
+            f"tensor {name!r}: shape", expected=f"at most {MAX_RANK} integers >= 0", got=[*shape]
+        )
+    size = num_bytes((dtype, shape))
+    if len(data) != size:
+        raise WireError(
+            f"tensor {name!r}: {dtype} {[*shape]} with other bytes", expected=size, got=len(data)
+        )
+    return TensorView(dtype, shape, memoryview(data))
+
+
 def decode_tensors(buf: memoryview | bytes | bytearray) -> dict[str, TensorView]:
     """Return the tensors of a safetensors file, as views into `buf`.
 

@@ -22,7 +22,8 @@ from service.state import Model, ServiceState
 
 
 def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
-    """Return the app of one service; `app.state.service` is its ServiceState.
+    """Return the app of one service; `app.state.service` is its ServiceState,
+    `app.state.desk` the desk that every door shares.
 
     `app.state.fast_path` is the way of tensors beside the app (for `transport.Connection`).
 
@@ -41,6 +42,7 @@ def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
         exception_handlers={HTTPException: _no_such_route},
     )
     app.state.service = state
+    app.state.desk = desk
     app.state.fast_path = FastPath(state, desk)
     for operation in OPERATIONS:
         app.add_api_route(

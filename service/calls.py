@@ -151,6 +151,11 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     plain = dict(scope["headers"])
     call.if_none_match = plain.get(b"if-none-match", b"").decode("latin-1")
     _check_media(operation, plain, has_body=not call.inbox.is_complete)
+    check_table(call)
+
+
+def check_table(call: Call) -> None:
+    """Raises WrongTable, Loading, ShardDown."""
     table = call.headers.get(wire.TABLE.lower())
     if table is not None and table != (identity := call.state.model.checkpoint.identity):
         raise WrongTable("another table is served here", expected=identity, got=table[:80])

@@ -184,10 +184,15 @@ def document(error: EngramError) -> dict[str, Any]:
     return _spell(error.details) | told | known
 
 
+def text(told: Mapping[str, Any]) -> str:
+    """Return a problem document as JSON."""
+    return json.dumps(told, default=_plain)
+
+
 def encode(error: EngramError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Return status, headers and body of an error's answer."""
     kind = kind_of(error)
-    body = json.dumps(document(error), default=_plain).encode()
+    body = text(document(error)).encode()
     headers = [
         (b"content-type", b"application/problem+json"),
         (b"content-length", str(len(body)).encode()),

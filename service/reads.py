@@ -188,26 +188,32 @@ def _check_body_bytes(length: int | None, dtype: str, shape: tuple[int, ...]) ->
 def _step_options(call: Call, model: Model) -> steps.StepOptions:
     """Raises SchemaError, UnknownLayer."""
     output = Output(strict.choice(call.query["output"], "output", [str(o) for o in Output]))
-    stored = call.choice("encoding", ("stored",)) is not None
-    if stored and output is not Output.ROWS:
-        raise SchemaError("encoding=stored is for rows", expected="output=rows", got=str(output))
-    return steps.StepOptions(
+    options = steps.StepOptions(
         output=output,
         layers=_layers(call.query.get("layers"), model),
-        stored=stored,
+        stored=call.choice("encoding", ("stored",)) is not None,
         truncate=call.choice("on_conflict", ("truncate",)) is not None,
         wait_ms=call.integer("wait_ms", 0, high=MAX_WAIT_MS),
         ahead=call.choice("ahead", ("true", "false")) != "false",
         client=call.client,
     )
+    check_options(options, model)
+    return options
 
 
 def _layers(text: str | None, model: Model) -> tuple[int, ...]:
     if text is None:
         return model.checkpoint.geometry.layer_ids
-    layers = tuple(strict.integer(part, "layers", 0) for part in text.split(","))
-    for layer in layers:
+    return tuple(strict.integer(part, "layers", 0) for part in text.split(","))
+
+
+def check_options(options: steps.StepOptions, model: Model) -> None:
+    """Raises SchemaError, UnknownLayer: parameters that are not the service's."""
+    if options.stored and options.output is not Output.ROWS:
+        got = str(options.output)
+        raise SchemaError("encoding=stored is for rows", expected="output=rows", got=got)
+    for layer in options.layers:
         check_layer(layer, model)
-    if len(set(layers)) != len(layers):
-        raise SchemaError("layers: one is there twice", expected="each once", got=text[:80])
-    return layers
+    if len(set(options.layers)) != len(options.layers):
+        got = str(list(options.layers))[:80]
+        raise SchemaError("layers: one is there twice", expected="each once", got=got)

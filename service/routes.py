@@ -7,10 +7,8 @@ tensor's values goes through `engine.step` (see `reads.py`).
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 
-import numpy as np
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
@@ -21,7 +19,7 @@ from engram_core.engine_types import (
     SessionState,
 )
 from engram_core.errors import SchemaError, StepRefused
-from service import operations, schemas, status_page, strict
+from service import operations, schemas, status_page, strict, verbs
 from service.calls import BufferAnswer, Call, Handler
 from service.info import describe
 from service.metrics import CONTENT_TYPE
@@ -75,12 +73,8 @@ async def close_session(call: Call) -> Response:
 async def close_owner(call: Call) -> Response:
     """Close what a former incarnation of a runner left open."""
     model = call.state.check_open()
-    owner = call.query["owner"]
-    if not re.fullmatch(schemas.OWNER_PATTERN, owner):
-        raise SchemaError(
-            "owner is no name", expected="1 to 128 visible ASCII characters", got=owner[:80]
-        )
-    return _json(schemas.Closed(closed=model.engine.close_owner(call.tenant, owner)))
+    closed = verbs.close_owner(model, call.tenant, call.query["owner"])
+    return _json(schemas.Closed(closed=closed))
 
 
 async def push_tokens(call: Call) -> Response:
@@ -88,22 +82,7 @@ async def push_tokens(call: Call) -> Response:
     model = call.state.check_open()
     session_id = call.session_id
     document = await call.document(schemas.PushTokens)
-    if document.mask is not None and len(document.mask) != len(document.token_ids):
-        raise SchemaError(
-            "mask and token_ids differ in length",
-            expected=len(document.token_ids),
-            got=len(document.mask),
-        )
-    result = model.engine.push(
-        call.tenant,
-        session_id,
-        document.position,
-        np.array(document.token_ids, np.int64),
-        None if document.mask is None else np.array(document.mask, np.bool_),
-        epoch=_epoch(document.epoch),
-        truncate=document.on_conflict is not None,
-        ahead=document.ahead,
-    )
+    result = verbs.push(model, call.tenant, session_id, document)
     return _json(_pushed(session_id, result))
 
 
@@ -112,7 +91,7 @@ async def rewind(call: Call) -> Response:
     model = call.state.check_open()
     session_id = call.session_id
     document = await call.document(schemas.RewindSession)
-    result = model.engine.rewind(call.tenant, session_id, document.position, _epoch(document.epoch))
+    result = verbs.rewind(model, call.tenant, session_id, document)
     return _json(_pushed(session_id, result))
 
 
@@ -161,10 +140,6 @@ HANDLERS: Mapping[Operation, Handler] = {
     operations.REWIND: rewind,
     **dict.fromkeys(READS, read_tensors),
 }
-
-
-def _epoch(epoch: int | None) -> int:
-    return EPOCH_OPENED if epoch is None else epoch
 
 
 def _session(state: SessionState, status: int = 200) -> Response:

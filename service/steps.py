@@ -57,10 +57,15 @@ def decode(body: memoryview) -> dict[str, TensorView]:
         views = wire.decode_tensors(body)
     except wire.WireError as error:
         raise BadTensor(error.message, expected=error.expected, got=error.got) from None
+    check_names(views)
+    return views
+
+
+def check_names(views: Views) -> None:
+    """Raises SchemaError: a tensor that no step has."""
     for name in views:
         if name not in NAMES:
             raise strict.unknown("tensor", name, NAMES)
-    return views
 
 
 def request_of(views: Views, options: StepOptions, model: Model) -> StepRequest:
@@ -248,8 +253,8 @@ def answer_bytes(request: StepRequest, model: Model) -> int:
     return wire.encoded_size(specs) - (0 if residual is None else residual.nbytes)
 
 
-def encode(request: StepRequest, answer: StepAnswer) -> list[bytes | memoryview]:
-    """Return a step's answer as buffers to be sent in order."""
+def answer_views(request: StepRequest, answer: StepAnswer) -> dict[str, TensorView]:
+    """Return the tensors of a step's answer."""
     views = {
         "length": wire.as_view(answer.length),
         "epoch": wire.as_view(answer.epoch),
@@ -258,7 +263,12 @@ def encode(request: StepRequest, answer: StepAnswer) -> list[bytes | memoryview]
     if request.output is not Output.NONE:
         for layer in request.layers:
             views[f"{request.output}.{layer}"] = wire.as_view(answer.tensors[layer])
-    return wire.encode_tensors(views)
+    return views
+
+
+def encode(request: StepRequest, answer: StepAnswer) -> list[bytes | memoryview]:
+    """Return a step's answer as buffers to be sent in order."""
+    return wire.encode_tensors(answer_views(request, answer))
 
 
 def one_segment(session_id: int, position: int, count: int, epoch: int) -> Segments:
