@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from engram_core.errors import EngramError
 from engram_core.jobs import Job, Piece
 from engram_core.queues import Queue
@@ -41,6 +43,8 @@ class Lane:
         self._changed = threading.Condition()
         self._running_since: float | None = None
         self._is_closed = False
+        # torch keeps this for each thread, and a new one begins with what was set last anywhere.
+        self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -101,6 +105,7 @@ class Lane:
             return []
 
     def _loop(self) -> None:
+        torch.set_num_threads(self._num_threads)
         while batch := self._next_batch():
             try:
                 self._run(batch)

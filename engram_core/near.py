@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from engram_core.batches import KvBatches
 from engram_core.engine_types import Output
@@ -58,10 +59,11 @@ class Near:
         self._stopped: EngramError | None = None
 
     def attach(self, call_soon: CallSoon) -> None:
-        """Make the calling thread the owner.
+        """Make the calling thread the owner; torch works on it alone from now on.
 
         call_soon: calls a function on this thread once it is done with what it does now
         """
+        torch.set_num_threads(1)  # sharing 16 tokens among threads costs more than they do
         self._owner, self._call_soon = threading.get_ident(), call_soon
 
     def take(self, job: Job) -> bool:

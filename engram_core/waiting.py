@@ -82,9 +82,14 @@ class DeadlineTimer:
 
     def set(self, deadline_s: float | None) -> None:
         """Fire once at a deadline instead of the one set before; None = not at all."""
+        if deadline_s == self._deadline_s:
+            return
         with self._changed:
-            self._deadline_s = deadline_s
-            self._changed.notify()
+            before, self._deadline_s = self._deadline_s, deadline_s
+            # Waking the thread costs the caller the interpreter, up to a millisecond: only if it
+            # would sleep too long. When it wakes too early it looks, and sleeps on.
+            if deadline_s is not None and (before is None or deadline_s < before):
+                self._changed.notify()
 
     def close(self) -> None:
         """End the thread, and wait for it."""
