@@ -428,7 +428,7 @@ def test_weights_of_a_layer_without_an_engram(client: httpx.Client) -> None:
     assert refusal(client.get("/v1/layers/2/weights")) == (404, "unknown_layer")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v2/info", "/docs", "/redoc", "/v1/sessions/"])
+@pytest.mark.parametrize("path", ["/v1", "/v2/info", "/docs", "/redoc", "/v1/sessions/"])
 def test_path_that_is_no_route(client: httpx.Client, path: str) -> None:
     assert refusal(client.get(path)) == (404, "not_found")
 
