@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-SOURCES := engram_core engram_client service tests benchmarks examples
+SOURCES := engram_core engram_client service proto tests benchmarks examples
 
-.PHONY: setup demo test faults check fix openapi kernels test-gpu bench clean
+.PHONY: setup demo test faults check fix openapi proto kernels test-gpu bench clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ fix: $(STAMP)
 
 openapi: $(STAMP)
 	$(BIN)/python -m service.openapi
+
+# The Python side of proto/engram.proto, committed; a test compares it.
+proto: $(STAMP)
+	$(BIN)/python proto/generate.py
 
 # Compiles csrc for every architecture, warnings and register spills as errors (needs nvcc 13).
 kernels: $(STAMP)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from socket import socket
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -25,6 +26,7 @@ from fastapi import FastAPI
 
 from engram_core.errors import EngramError, Internal
 from service.app import create_app
+from service.desk import Desk
 from service.fast_path import FastPath
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
@@ -32,6 +34,9 @@ from service.notify import READY, STOPPING, notify
 from service.settings import Settings, SettingsError
 from service.state import Model, Progress, ServiceState
 from service.transport import IDLE_S, Connection
+
+if TYPE_CHECKING:
+    from service.rpc.server import RpcServer
 
 log = structlog.get_logger("engram.life")
 
@@ -106,6 +111,8 @@ class Server(uvicorn.Server):
         self._loaded: Model | BaseException | None = None
         self._drain_until = 0.0
         self._loader = threading.Thread(name="loader", daemon=True)
+        self._desk: Desk = app.state.desk
+        self._rpc: RpcServer | None = None
 
     def load(self, load: Load, bars: Bars) -> None:
         """Start loading, in a thread of its own."""
@@ -138,7 +145,17 @@ class Server(uvicorn.Server):
                 await create(self._connection, sock=listener.sock, ssl=self.config.ssl)
             )
             self._say(f"listening {listener.url}")
+        if self._state.settings.grpc_port is not None:
+            await self._start_rpc()
         self.started = True
+
+    async def _start_rpc(self) -> None:
+        """Open the gRPC door. Raises ListenError."""
+        from service.rpc.server import RpcServer  # 20 MB that only this door needs
+
+        self._rpc = RpcServer(self._state, self._desk)
+        self._rpc_url = await self._rpc.start()
+        self._say(f"listening {self._rpc_url}")
 
     def _connection(self) -> asyncio.Protocol:
         connection = Connection(
@@ -165,6 +182,8 @@ class Server(uvicorn.Server):
         if await super().on_tick(counter):
             return True
         state = self._state
+        if self._rpc is not None:
+            await self._rpc.tell(is_ready=state.is_ready)
         if self._loaded is not None and not state.is_loaded:
             return self._take_over(self._loaded)
         failure = state.failure or self._stuck()
@@ -188,6 +207,8 @@ class Server(uvicorn.Server):
             log.info("memory", line=line)
         for listener in self._listeners:
             self._say(f"ready {listener.url}")
+        if self._rpc is not None:
+            self._say(f"ready {self._rpc_url}")
         notify(READY)
         return False
 
@@ -210,6 +231,8 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection) and connection.tenant == name:
                     connection.shutdown()
+            if self._rpc is not None:
+                self._rpc.revoke(name)
             log.info("key_removed", key=name)
 
     def _stuck(self) -> BaseException | None:
@@ -228,6 +251,8 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.is_idle_tls:
                 connection.abort()  # else its peer's close_notify would be waited for
+        if self._rpc is not None:
+            await self._rpc.stop()
         await super().shutdown(sockets)
 
     def close(self) -> bool:

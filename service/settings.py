@@ -87,7 +87,7 @@ class Settings(BaseModel):
         description="Unix socket to listen on (mode 0600); TCP only if host or port is set",
     )
     grpc_port: Count | None = Field(
-        default=None, ge=0, le=65535, description="port of the gRPC door"
+        default=None, ge=0, le=65535, description="port of the gRPC door; 0 takes a free one"
     )
     device: Device = Field(default="auto", description="auto, cpu or cuda:N")
     placement: Literal["auto", "device", "host", "disk"] = Field(
@@ -235,8 +235,6 @@ def _malformed(
 def _check_together(settings: Settings) -> None:
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise SettingsError("tls_cert and tls_key belong together: give both or neither")
-    if settings.grpc_port is not None:
-        raise SettingsError("grpc_port: this build has no gRPC door; leave it out")
     if settings.is_beyond_loopback and settings.keys_file is None:
         raise SettingsError(
             f"host {settings.host} is reachable from other machines and no keys_file is set: "

@@ -1,0 +1,128 @@
+"""One request of the gRPC door: who asks, what is common to all, and how a refusal ends it.
+
+There is no Host check here: what it keeps out, a browser that was led astray, cannot speak gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import grpc
+from grpc import aio
+
+from engram_client import wire
+from engram_core.errors import EngramError
+from service import problems, strict
+from service.access import KEYLESS, Key, check_scope
+from service.bodies import GRACE_S, MIN_BYTES_PER_S, ClientGoneError, Headers, Inbox
+from service.calls import Call, check_table
+from service.desk import request_id
+from service.operations import Operation
+from service.state import ServiceState
+
+MAX_TRAILER_BYTES = 6 << 10
+"""Of a problem document in trailing metadata: clients take 8 KB of metadata in all."""
+
+
+class Context(Protocol):
+    """What is used of gRPC's context of an RPC."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+    def peer(self) -> str: ...
+
+    async def read(self) -> Any: ...
+
+    async def write(self, message: bytes) -> None: ...
+
+    async def abort(
+        self, code: Any, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]]
+    ) -> NoReturn: ...
+
+
+def begin(state: ServiceState, operation: Operation, context: Context) -> tuple[Call, Headers]:
+    """Return the call of an RPC that begins, and its metadata as headers."""
+    headers = [
+        (name.encode(), value if isinstance(value, bytes) else value.encode("latin-1"))
+        for name, value in context.invocation_metadata()
+    ]
+    call = Call(state, no_inbox(), request_id(headers))
+    call.operation = operation
+    call.peer = context.peer()
+    return call, headers
+
+
+def check(call: Call, headers: Headers) -> None:
+    """Find out who asks, before a message is read.
+
+    Raises Unauthenticated, Forbidden, SchemaError, WrongTable, Loading, ShardDown.
+    """
+    assert call.operation is not None
+    call.key = identify(call.state, headers)
+    check_scope(call.key, call.operation.scopes)
+    call.headers = strict.engram_headers(headers, (wire.TABLE, wire.OWNER))
+    check_table(call)
+
+
+def identify(state: ServiceState, headers: Headers) -> Key:
+    """Return the key that asks. Raises Unauthenticated."""
+    if state.access.keyring is None:
+        return KEYLESS
+    return state.access.identify(headers, over_unix_socket=False)
+
+
+async def read(context: Context) -> bytes | None:
+    """Return the next message as it came; None: there is none any more."""
+    raw = await context.read()
+    return None if raw is aio.EOF else raw
+
+
+async def write(context: Context, raw: bytes) -> None:
+    """Send a message. Raises ClientGoneError: nobody takes it, or not at MIN_BYTES_PER_S."""
+    try:
+        async with asyncio.timeout(GRACE_S + len(raw) / MIN_BYTES_PER_S):
+            await context.write(raw)
+    except (TimeoutError, aio.InternalError, aio.UsageError):
+        raise ClientGoneError from None
+
+
+async def refuse(context: Context, error: EngramError) -> NoReturn:
+    """End an RPC with a refusal: its status, and the problem document in trailing metadata."""
+    kind = problems.kind_of(error)
+    trailer = (
+        ("engram-code", problems.code_of(error)),
+        ("engram-problem-bin", fitting_text(error).encode()),
+    )
+    await context.abort(grpc.StatusCode[kind.grpc], error.message[:1024], trailer)
+
+
+def fitting_text(error: EngramError) -> str:
+    """Return the problem document, with as many of its segments as metadata takes.
+
+    `segments_left_out` tells how many are missing; on a stream none is.
+    """
+    document = problems.document(error)
+    text = problems.text(document)
+    segments: list[Any] = document.get("segments", [])
+    kept = len(segments)
+    while len(text) > MAX_TRAILER_BYTES and kept:
+        kept //= 2
+        short = {"segments": segments[:kept], "segments_left_out": len(segments) - kept}
+        text = problems.text(document | short)
+    if len(text) <= MAX_TRAILER_BYTES:
+        return text
+    known = ("type", "title", "status", "code", "retry_after_ms")
+    return json.dumps({name: document[name] for name in known if name in document})
+
+
+def no_inbox() -> Inbox:
+    """Return the inbox of a call whose bytes do not come over HTTP."""
+    return Inbox({"headers": ()}, _never)
+
+
+async def _never() -> Any:
+    """Stand where HTTP receives a body."""
+    raise NotImplementedError

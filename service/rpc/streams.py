@@ -1,0 +1,192 @@
+"""`Stream`: steps applied in the order they come, answered as they are done.
+
+A read that waits holds up no step behind it, so a stream can push what it waits for. What cannot
+be done is told in an answer; the stream ends with its client, its key or the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from functools import partial
+
+from engram_client.proto import engram_pb2 as pb
+from engram_core.engine_types import StepAnswer
+from engram_core.errors import Draining, EngramError
+from service import operations, problems
+from service.calls import Call
+from service.desk import GONE, Desk
+from service.problems import Unauthenticated
+from service.rpc import calls, messages
+from service.rpc.calls import Context
+from service.rpc.steps import StepWork
+from service.state import ServiceState
+
+MAX_PIPELINED = 64
+"""Unanswered steps of a stream; while there are so many, it is not read."""
+
+
+class StreamDoor:
+    """Answers the streams of one service, and ends them when they must."""
+
+    def __init__(self, state: ServiceState, desk: Desk) -> None:
+        self._state = state
+        self._desk = desk
+        self._streams: set[_Stream] = set()
+
+    async def serve(self, context: Context) -> None:
+        """Answer one stream."""
+        call, headers = calls.begin(self._state, operations.STEP, context)
+        try:
+            calls.check(call, headers)
+        except Exception as error:
+            code, refusal = self._desk.refusal(call, error)
+            self._desk.record(call, code, problems.kind_of(refusal).status, headers)
+            await calls.refuse(context, refusal)
+        stream = _Stream(self._state, self._desk, call, context)
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+
+    def revoke(self, tenant: str) -> None:
+        """End the streams of a key that is gone."""
+        for stream in self._streams:
+            if stream.tenant == tenant:
+                stream.end(Unauthenticated("the API key is not known here any more"))
+
+    def close(self) -> None:
+        """End all streams."""
+        for stream in self._streams:
+            stream.end(Draining("the service stops; use another replica"))
+
+
+class _Exchange:
+    """One step of a stream. error: why it is refused; work: what was begun otherwise."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.request_id = 0
+        self.work: StepWork | None = None
+        self.error: Exception | None = None
+
+
+class _Stream:
+    def __init__(self, state: ServiceState, desk: Desk, call: Call, context: Context) -> None:
+        self._state, self._desk, self._head, self._context = state, desk, call, context
+        self._open: set[_Exchange] = set()
+        self._done: asyncio.Queue[_Exchange | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_PIPELINED)
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._reason: EngramError | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose stream it is."""
+        return self._head.tenant
+
+    def end(self, reason: EngramError) -> None:
+        """End the stream with a refusal."""
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    async def run(self) -> None:
+        """Read and answer until one side ends it."""
+        writer = self._loop.create_task(self._write_all())
+        writer.add_done_callback(self._written)
+        try:
+            await self._read_all()
+            await writer
+        except asyncio.CancelledError:
+            if self._reason is None:
+                raise
+        finally:
+            writer.cancel()
+            for exchange in list(self._open):
+                self._end(exchange, GONE, 0)
+        if self._reason is not None:
+            await calls.refuse(self._context, self._reason)
+
+    def _written(self, writer: asyncio.Task[None]) -> None:
+        """End the stream of a client that does not take its answers."""
+        if not writer.cancelled() and writer.exception() is not None:
+            self._task.cancel()
+
+    async def _read_all(self) -> None:
+        while True:
+            await self._room.acquire()
+            raw = await calls.read(self._context)
+            if raw is None:
+                break
+            self._begin(raw)
+        for _ in range(MAX_PIPELINED - 1):
+            await self._room.acquire()  # until all are answered
+        self._done.put_nowait(None)
+
+    def _begin(self, raw: bytes) -> None:
+        """Apply a step; a refusal is an answer, too."""
+        exchange = _Exchange(self._next_call(len(raw)))
+        self._open.add(exchange)
+        self._state.enter()
+        try:
+            exchange.call.lease.add(len(raw), "the message")
+            message = messages.parse(pb.StepRequest, raw)
+            exchange.request_id = message.request_id
+            exchange.work = StepWork(exchange.call, message)
+        except Exception as error:
+            exchange.error = error
+            self._done.put_nowait(exchange)
+        else:
+            exchange.work.future.add_done_callback(partial(self._completed, exchange))
+
+    def _next_call(self, num_bytes: int) -> Call:
+        head = self._head
+        call = Call(self._state, calls.no_inbox(), head.request_id)
+        call.key, call.operation = head.key, head.operation
+        call.headers, call.peer = head.headers, head.peer
+        call.inbox.num_bytes = num_bytes
+        return call
+
+    def _completed(self, exchange: _Exchange, future: Future[StepAnswer]) -> None:
+        """Come back to the loop's thread."""
+        if threading.get_ident() == self._thread:
+            self._done.put_nowait(exchange)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._done.put_nowait, exchange)
+
+    async def _write_all(self) -> None:
+        while (exchange := await self._done.get()) is not None:
+            code, status, raw = self._reply(exchange)
+            exchange.call.sent_bytes = len(raw)
+            await calls.write(self._context, raw)
+            self._end(exchange, code, status)
+            self._room.release()
+
+    def _reply(self, exchange: _Exchange) -> tuple[str, int, bytes]:
+        """Return code, HTTP status and bytes of an answer."""
+        try:
+            if exchange.error is not None:
+                raise exchange.error
+            assert exchange.work is not None
+            reply = exchange.work.reply(exchange.work.future.result())
+        except Exception as error:
+            code, refusal = self._desk.refusal(exchange.call, error)
+            reply = messages.refused_reply(exchange.request_id, refusal)
+            return code, problems.kind_of(refusal).status, reply.SerializeToString()
+        return "ok", 200, reply.SerializeToString()
+
+    def _end(self, exchange: _Exchange, code: str, status: int) -> None:
+        """Give back what a step held."""
+        self._open.discard(exchange)
+        if exchange.work is not None:
+            exchange.work.future.cancel()
+        exchange.call.close()
+        self._state.leave()
+        self._desk.record(exchange.call, code, status, [])
