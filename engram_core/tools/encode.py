@@ -16,13 +16,17 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.errors import CheckpointError, SchemaError
-from engram_core.quant import QUANT_GROUP, ROW264, row_format, to_bf16
+from engram_core.quant import QUANT_GROUP, ROW264, row_format
 
 Encode = Callable[[NDArray[np.float32]], NDArray[np.uint8]]
 """float32 [n, head_dim] -> uint8 [n, row_bytes]; a row's bytes do not depend on the others."""
 
 QUANTS = {"FP8": ROW264, "BF16": "BF16", "Q8_0": "Q8_0"} | {q: q for q in ("Q2_K", "Q3_K", "Q4_K")}
 """What `--quant` may be -> the row format it makes."""
+
+
+_SERIAL_VALUES = 16_384
+"""Values that torch converts in the caller's thread (from 32,768 on it takes others too)."""
 
 
 def encoder(quant: str) -> Encode:
@@ -52,16 +56,25 @@ def encode_fp8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     power = np.where(mantissa == 0, 0, power)
     scaled = np.ldexp(groups, -power[:, :, None].astype(np.int32))
     scaled = np.where(np.isfinite(groups), scaled, np.nan)
-    codes = torch.from_numpy(scaled.astype(np.float32)).to(torch.float8_e4m3fn)
     rows = np.empty((num_rows, num_values + num_values // QUANT_GROUP), np.uint8)
-    rows[:, :num_values] = codes.view(torch.uint8).numpy().reshape(num_rows, num_values)
+    codes = _cast(scaled.astype(np.float32), torch.float8_e4m3fn)
+    rows[:, :num_values] = codes.reshape(num_rows, num_values)
     rows[:, num_values:] = power + 127
     return rows
 
 
 def _encode_bf16(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    rows: NDArray[np.uint8] = to_bf16(values).view(torch.uint8).numpy()
-    return rows
+    return _cast(values, torch.bfloat16).reshape(len(values), -1)
+
+
+def _cast(values: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.uint8]:
+    """Round to a torch type, in slices that torch does not cut for threads: ours are enough."""
+    source = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+    out = torch.empty(source.shape, dtype=dtype)
+    for start in range(0, len(source), _SERIAL_VALUES):
+        out[start : start + _SERIAL_VALUES] = source[start : start + _SERIAL_VALUES]
+    codes: NDArray[np.uint8] = out.view(torch.uint8).numpy()
+    return codes
 
 
 def _encode_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -10,36 +10,25 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engram_core.checkpoint import Checkpoint, LayerSource, TensorSource, open_checkpoint
-from engram_core.checkpoint.dense import read_stored_rows
-from engram_core.checkpoint.files import RegularFile, refusal
-from engram_core.checkpoint.gguf_header import GgufHeader, GgufValue, gguf_header
-from engram_core.checkpoint.identity import identity_of
-from engram_core.checkpoint.layouts import GGUF_MANIFEST, ROW_ENCODINGS
-from engram_core.checkpoint.manifest import DIGEST_BYTES, PIECE_BYTES, num_pieces
-from engram_core.checkpoint.sources import NewTensor, Part, TableSource
+from engram_core.checkpoint import LayerSource, TensorSource, open_checkpoint
+from engram_core.checkpoint.files import refusal
+from engram_core.checkpoint.manifest import PIECE_BYTES, num_pieces
 from engram_core.checkpoint.write import write_fully, written_aside
-from engram_core.errors import CheckpointError
-from engram_core.quant import row_format
-from engram_core.tools.encode import QUANTS, Encode, encoder
-from engram_core.tools.layout_a import ARCH, PREFIX, layout_a_keys, tensor_name
-from engram_core.tools.row_stream import EncodedRows, RowErrors, RowStream, StoredRows, fill
+from engram_core.tools.extract_plan import FilePlan, PlannedLayer, plan_file, plan_layer
+from engram_core.tools.layout_a import tensor_name
+from engram_core.tools.row_stream import RowErrors, fill
 
 Progress = Callable[[str, int, int], None]
-
-_SPELLED = {encoding: spelling for spelling, encoding in ROW_ENCODINGS.items()}
-"""Row formats that GGUF has no type for: I8 rows, named by the key `encoding`."""
 
 
 @dataclass(frozen=True)
@@ -70,33 +59,6 @@ class Extraction:
         return {**vars(self), "path": str(self.path), "errors": errors}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One layer as it will be. encoding: of its table; encode: None keeps rows as stored."""
-
-    source: LayerSource
-    encoding: str
-    encode: Encode | None
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the file, and the rows it is made of."""
-
-    new: NewTensor
-    stream: RowStream
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The file to be written, in pieces up to `end`, where the manifest begins."""
-
-    header: GgufHeader
-    tensors: tuple[_Tensor, ...]
-    piece_bytes: int
-    end: int
-
-
 def extract(
     source: Path | str,
     out: Path,
@@ -115,9 +77,9 @@ def extract(
     """
     started = monotonic()
     checkpoint = open_checkpoint(source)
-    layers = [_planned(layer, quant) for layer in checkpoint.layers]
+    layers = [plan_layer(layer, quant) for layer in checkpoint.layers]
     with ExitStack() as opened, written_aside(out) as aside:
-        plan = _plan(checkpoint, layers, opened, piece_bytes)
+        plan = plan_file(checkpoint, layers, opened, piece_bytes)
         _check_space(out, plan.header.file_bytes)
         sums = _write(aside, plan, progress or (lambda *_: None))
         identity = open_checkpoint(aside).identity  # refused if it is not what was planned
@@ -131,114 +93,11 @@ def extract(
     )
 
 
-def _planned(layer: LayerSource, quant: str | None) -> _Layer:
-    encode = encoder(quant) if quant else None  # an unknown or missing one is refused first
-    encoding = QUANTS[quant] if quant else layer.table.encoding
-    if encoding == layer.table.encoding:
-        return _Layer(layer, encoding, None)
-    return _Layer(layer, encoding, encode)
-
-
-def _plan(
-    checkpoint: Checkpoint, layers: Sequence[_Layer], opened: ExitStack, piece_bytes: int
-) -> _Plan:
-    files: dict[Path, RegularFile] = {}
-
-    def stored(*parts: Part) -> StoredRows:
-        for part in parts:
-            if part.path not in files:
-                files[part.path] = opened.enter_context(RegularFile(part.path))
-        return StoredRows([(part, files[part.path]) for part in parts])
-
-    head_dim = checkpoint.geometry.head_dim
-    tensors = []
-    for layer in layers:
-        table = layer.source.table
-        rows: RowStream = stored(*table.parts)
-        if layer.encode is not None:
-            kept = stored(*table.parts)
-            rows = EncodedRows(kept, table.encoding, layer.encoding, head_dim, layer.encode)
-        tensors.append(_Tensor(_new_table(layer, head_dim), rows))
-        tensors += [_Tensor(new, stored(part)) for new, part in _dense(layer.source)]
-    data = [tensor.new for tensor in tensors]
-    # The size of the manifest follows from where it begins, which does not depend on its size.
-    empty = NewTensor(GGUF_MANIFEST, "I8", (1, DIGEST_BYTES), DIGEST_BYTES)
-    metadata = _metadata(checkpoint, layers, piece_bytes)
-    end = gguf_header(ARCH, metadata, [*data, empty]).offsets[GGUF_MANIFEST]
-    count = num_pieces(end, piece_bytes)
-    manifest = NewTensor(GGUF_MANIFEST, "I8", (count, DIGEST_BYTES), count * DIGEST_BYTES)
-    header = gguf_header(ARCH, metadata, [*data, manifest])
-    return _Plan(header, tuple(tensors), piece_bytes, end)
-
-
-def _new_table(layer: _Layer, head_dim: int) -> NewTensor:
-    num_rows = layer.source.table.num_rows
-    width = row_format(layer.encoding).row_bytes(head_dim)
-    packed = layer.encoding in _SPELLED
-    kind, columns = ("I8", width) if packed else (layer.encoding, head_dim)
-    name = tensor_name(layer.source.layer_id, "table")
-    return NewTensor(name, kind, (num_rows, columns), num_rows * width)
-
-
-def _dense(layer: LayerSource) -> Iterator[tuple[NewTensor, Part]]:
-    """Give wkv, its scales, q and k as they are stored, under GGUF's names."""
-    wkv, scale = layer.wkv, layer.wkv.scale
-    sources = {"wkv": wkv, "q": layer.q, "k": layer.k}
-    for role, source in (sources if scale is None else {**sources, "wkv_scale": scale}).items():
-        kind = "I8" if source.type in ("F8_E4M3", "F8_E8M0") else source.type
-        name = tensor_name(layer.layer_id, role)
-        new = NewTensor(name, kind, source.shape, source.num_bytes)
-        yield new, Part(source.path, source.offset, source.num_bytes // source.shape[0])
-
-
-def _metadata(
-    checkpoint: Checkpoint, layers: Sequence[_Layer], piece_bytes: int
-) -> dict[str, GgufValue]:
-    geometry, tables = checkpoint.geometry, checkpoint.hash_tables
-    sizes = {"head_dim": geometry.head_dim, "dim": geometry.dim}
-    metadata = layout_a_keys(tables, **sizes, eps=geometry.eps)
-    spelled = {_SPELLED.get(layer.encoding) for layer in layers}
-    if len(spelled) > 1:
-        raise CheckpointError(
-            f"{checkpoint.path}: tables of {', '.join(layer.encoding for layer in layers)} cannot "
-            "stand in one GGUF file; give them one type with --quant",
-            expected="one encoding",
-            got=[layer.encoding for layer in layers],
-        )
-    encoding = spelled.pop()
-    if encoding is not None:
-        metadata[f"{PREFIX}encoding"] = encoding
-    if checkpoint.image_token_id is not None:
-        metadata[f"{PREFIX}image_token_id"] = checkpoint.image_token_id
-    metadata[f"{PREFIX}manifest_bytes"] = piece_bytes
-    metadata[f"{PREFIX}identity"] = _identity(checkpoint, layers)
-    return metadata
-
-
-def _identity(checkpoint: Checkpoint, layers: Sequence[_Layer]) -> str:
-    """Compute the identity of what will be written: the sampled rows are encoded for it."""
-    planned, rows_of = [], {}
-    for layer in layers:
-        width = row_format(layer.encoding).row_bytes(checkpoint.geometry.head_dim)
-        table = replace(layer.source.table, encoding=layer.encoding, row_bytes=width)
-        planned.append(replace(layer.source, table=table))
-        rows_of[table] = layer
-
-    def read_rows(table: TableSource, row_ids: Sequence[int]) -> NDArray[np.uint8]:
-        layer = rows_of[table]
-        rows = read_stored_rows(layer.source.table, row_ids)
-        if layer.encode is None:
-            return rows
-        return layer.encode(row_format(layer.source.table.encoding).dequantize(rows))
-
-    return identity_of(checkpoint.geometry, checkpoint.hash_tables, planned, read_rows)
-
-
 _Written = Future[tuple[bytes, dict[str, RowErrors]]]
 """A piece's digest, and what encoding changed, by name of the tensor."""
 
 
-def _write(path: Path, plan: _Plan, progress: Progress) -> dict[str, RowErrors]:
+def _write(path: Path, plan: FilePlan, progress: Progress) -> dict[str, RowErrors]:
     """Write every piece on all cores, then the manifest. Returns: what encoding changed, by name.
 
     Sums are added in the order of the pieces, so that they do not depend on the threads.
@@ -277,7 +136,7 @@ def _collect(
         sums[name].add(error)
 
 
-def _write_piece(file: int, plan: _Plan, piece: int) -> tuple[bytes, dict[str, RowErrors]]:
+def _write_piece(file: int, plan: FilePlan, piece: int) -> tuple[bytes, dict[str, RowErrors]]:
     """Fill one piece from header and tensors, write it, and give its digest."""
     begin = piece * plan.piece_bytes
     end = min(begin + plan.piece_bytes, plan.end)
@@ -307,7 +166,7 @@ def _num_bytes(layer: LayerSource) -> int:
     return table + sum(source.num_bytes for source in dense if source is not None)
 
 
-def _table_error(layer: _Layer, sums: dict[str, RowErrors]) -> TableError:
+def _table_error(layer: PlannedLayer, sums: dict[str, RowErrors]) -> TableError:
     sum_ = sums[tensor_name(layer.source.layer_id, "table")]
     rms = (sum_.error / max(sum_.count, 1)) ** 0.5
     relative = (sum_.error / sum_.power) ** 0.5 if sum_.power else 0.0

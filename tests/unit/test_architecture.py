@@ -54,6 +54,7 @@ LEVELS = {
         "tools.presets tools.plain tools.sparse_rows tools.synth_values tools.layout_a",
         "tools.encode tools.gate_terms",
         "tools.synth_constants tools.row_stream",
+        "tools.extract_plan",
         "tools.synth tools.inspect tools.verify tools.bench tools.extract",
         "tools.probe tools.probe_machine tools.probe_driver",
         "tools.probe_host tools.probe_cuda",
