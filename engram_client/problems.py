@@ -1,6 +1,6 @@
 """What a client can be told: a class for every code of the service, and a few of its own."""
 
-# ruff: noqa: N818 (the names say what happened)
+
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def sample(layer: int, window: list[int]) -> int:
     return sum((token + 2) * (layer + 5) ** (place + 1) for place, token in enumerate(window)) % 97
 
 
-class Refusal(Exception):  # noqa: N818
+class Refusal(Exception):
     def __init__(self, status: int, code: str, **fields: Any) -> None:
         self.status, self.fields = status, {"code": code, **fields}
 

@@ -38,7 +38,9 @@ def test_ledger_of_every_placement_or_why_not(tmp_path: Path) -> None:
 def test_wkv_that_is_rounded_at_load_is_a_warning(tmp_path: Path, quant: str, warns: bool) -> None:
     synth(tmp_path / "c", preset="tiny", fmt="safetensors", quant=quant, seed=1)
     warnings = inspect(tmp_path / "c").warnings
-    assert any("rounded to bfloat16 (relative RMS of that 0.00" in text for text in warnings) is warns
+    assert (
+        any("rounded to bfloat16 (relative RMS of that 0.00" in text for text in warnings) is warns
+    )
 
 
 def test_unknown_image_token_is_a_warning(tmp_path: Path) -> None:
