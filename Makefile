@@ -33,14 +33,14 @@ check: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m service.openapi --check
+	$(BIN)/python -m service.documents --check
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 openapi: $(STAMP)
-	$(BIN)/python -m service.openapi
+	$(BIN)/python -m service.documents
 
 # The Python side of proto/engram.proto, committed; a test compares it.
 proto: $(STAMP)

@@ -1,15 +1,8 @@
-"""The OpenAPI document, written from the operations: `python -m service.openapi [--check]`.
-
-The service serves no document and no docs page; `openapi/openapi.json` is compared with this by
-a test.
-"""
+"""The OpenAPI document, written from the operations (`documents.py` keeps the file)."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
@@ -24,9 +17,6 @@ from service.problems import PROBLEMS, Kind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-PATH = Path(__file__).parent.parent / "openapi" / "openapi.json"
-PAGE_PATH = Path(__file__).parent.parent / "docs" / "api.md"
 
 _REF = "#/components/schemas/{model}"
 _BINARY = {"type": "string", "format": "binary"}
@@ -179,28 +169,3 @@ def _add_model(known: dict[str, Any], model: type[BaseModel], mode: JsonSchemaMo
     schema = model.model_json_schema(ref_template=_REF, mode=mode)
     known.update(schema.pop("$defs", {}))
     known[model.__name__] = schema
-
-
-def render() -> str:
-    """Return the document as the file has it."""
-    from service.app import create_app
-    from service.settings import Settings
-
-    return json.dumps(create_app(Settings()).openapi(), indent=1, ensure_ascii=False) + "\n"
-
-
-def main() -> int:
-    """Write the document and its page, or with --check say whether they are current."""
-    from service.api_page import render_page
-
-    texts = {PATH: render(), PAGE_PATH: render_page()}
-    if "--check" in sys.argv[1:]:
-        return int(any(not p.exists() or p.read_text("utf-8") != t for p, t in texts.items()))
-    for path, text in texts.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, "utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from service.api_page import render_page
-from service.openapi import PAGE_PATH, PATH, codes_of, render
+from service.documents import PAGE_PATH, PATH, render
+from service.openapi import codes_of
 from service.operations import OPERATIONS, Operation
 from service.routes import HANDLERS
 
