@@ -191,6 +191,13 @@ def test_json_is_strict(text: bytes) -> None:
         wire.load_json(text)
 
 
+def test_one_key_twice_among_very_many_is_found_at_once() -> None:
+    # Comparing each with each would take minutes here, on a service's event loop.
+    keys = b",".join(b'"%d":1' % number for number in [*range(300_000), 299_999])
+    with pytest.raises(WireError, match="duplicate key '299999'"):
+        wire.load_json(b"{" + keys + b"}")
+
+
 def test_ranges_are_spelled_with_a_dash_from_three_on() -> None:
     assert wire.format_ranges([3, 4, 9, 10, 11, 12]) == "3,4,9-12"
     assert wire.format_ranges([]) == ""
