@@ -14,10 +14,8 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +25,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from served import ROOT, Served, serving
+from served import ROOT, Counters, Served, hit_ratio, serving
 from step_control import control, print_control
 from tokenizers import Tokenizer
 
@@ -149,37 +147,6 @@ class Runner:
             Segment(session, token_ids=block, position=self._position)
             for session, block in zip(self._sessions, ids, strict=True)
         ]
-
-
-class Counters:
-    """The service's totals since the last look."""
-
-    NAMES = ("store_hits", "store_misses", "store_duplicates", "received_bytes", "sent_bytes")
-
-    def __init__(self, served: Served) -> None:
-        self._served = served
-        self._last: dict[str, float] = {}
-        self.look()
-
-    def look(self) -> dict[str, float]:
-        """What was added, by name; `cpu_s`: of the process."""
-        with urllib.request.urlopen(f"{self._served.urls['tcp']}/metrics") as answer:
-            text = answer.read().decode()
-        now = {
-            name: sum(map(float, re.findall(rf"^engram_{name}_total (\S+)$", text, re.M)))
-            for name in self.NAMES
-        }
-        now["cpu_s"] = self._served.cpu_s()
-        added = {name: value - self._last.get(name, 0.0) for name, value in now.items()}
-        self._last = now
-        return added
-
-
-def hit_ratio(added: dict[str, float]) -> float | None:
-    """Token-layers that were found, or were a batch mate's, of all that were looked for."""
-    found = added["store_hits"] + added["store_duplicates"]
-    total = found + added["store_misses"]
-    return found / total if total else None
 
 
 def bench(

@@ -1,7 +1,8 @@
 """A bare echo on the service's own connections: what a step costs before anything is done for it.
 
 uvicorn with our `Connection`, and an ASGI application that reads a body and answers with as many
-bytes as the query says. Says `ready URL` for a free TCP port and the Unix socket named.
+bytes as the query says; with `fastapi` as second argument a FastAPI application that answers the
+body. Says `ready URL` for a free TCP port and the Unix socket named.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from service.listeners import Listener, bind_tcp, bind_unix
@@ -29,6 +31,15 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+plain = FastAPI(openapi_url=None)
+
+
+@plain.post("/echo")
+async def answer(request: Request) -> Response:
+    """Answer a body as FastAPI does it."""
+    return Response(await request.body(), media_type="application/octet-stream")
 
 
 class EchoServer(uvicorn.Server):
@@ -54,7 +65,7 @@ class EchoServer(uvicorn.Server):
 
 def main() -> None:
     config = uvicorn.Config(
-        echo,
+        plain if sys.argv[2:] == ["fastapi"] else echo,  # type: ignore[arg-type]
         http=Connection,
         ws="none",
         lifespan="off",

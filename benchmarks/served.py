@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,37 @@ class Served:
         self._process.wait(60)
 
 
+class Counters:
+    """The service's totals since the last look."""
+
+    NAMES = ("store_hits", "store_misses", "store_duplicates", "received_bytes", "sent_bytes")
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._last: dict[str, float] = {}
+        self.look()
+
+    def look(self) -> dict[str, float]:
+        """What was added, by name; `cpu_s`: of the process."""
+        with urllib.request.urlopen(f"{self._served.urls['tcp']}/metrics") as answer:
+            text = answer.read().decode()
+        now = {
+            name: sum(map(float, re.findall(rf"^engram_{name}_total (\S+)$", text, re.M)))
+            for name in self.NAMES
+        }
+        now["cpu_s"] = self._served.cpu_s()
+        added = {name: value - self._last.get(name, 0.0) for name, value in now.items()}
+        self._last = now
+        return added
+
+
+def hit_ratio(added: dict[str, float]) -> float | None:
+    """Token-layers that were found, or were a batch mate's, of all that were looked for."""
+    found = added["store_hits"] + added["store_duplicates"]
+    total = found + added["store_misses"]
+    return found / total if total else None
+
+
 @contextmanager
 def serving(checkpoint: Path, socket: Path, *flags: str) -> Iterator[Served]:
     """Serve a checkpoint over TCP and a Unix socket."""
@@ -62,9 +95,19 @@ def serving(checkpoint: Path, socket: Path, *flags: str) -> Iterator[Served]:
 
 
 @contextmanager
-def echoing(socket: Path) -> Iterator[Served]:
+def echoing(socket: Path, *arguments: str) -> Iterator[Served]:
     """Run the echo (`echo.py`) over TCP and a Unix socket."""
-    served = Served([str(ROOT / "benchmarks" / "echo.py"), str(socket)])
+    served = Served([str(ROOT / "benchmarks" / "echo.py"), str(socket), *arguments])
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+@contextmanager
+def barely_echoing(socket: Path) -> Iterator[Served]:
+    """Run the bare echo (`bare_echo.py`) over TCP and a Unix socket."""
+    served = Served([str(ROOT / "benchmarks" / "bare_echo.py"), str(socket)])
     try:
         yield served
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +14,10 @@ import torch
 from engram_core.errors import EngramError
 from engram_core.jobs import Job, Piece
 from engram_core.queues import Queue
+
+NICENESS = 5
+"""Of a lane that shares its cores with a thread that answers: a third of its weight, and pre-empted
+when that one wakes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class Lane:
             self._changed.notify_all()
         for job in jobs:
             job.fail(error)
+
+    def give_way(self) -> None:
+        """Let threads of the usual priority go before this lane, and before what it starts."""
+        # By thread on Linux; elsewhere, or where it is not allowed, it stays as it is.
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, NICENESS)
 
     def join(self) -> None:
         """Wait for the batch in progress, and for the thread."""

@@ -50,7 +50,7 @@ class Near:
     ) -> None:
         self._store = store
         self._batches = batches
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._on_failure = on_failure
         self._call_soon: CallSoon | None = None
         self._owner = 0
@@ -72,7 +72,7 @@ class Near:
         if (
             self._call_soon is None
             or self._stopped is not None
-            or tokens > self._max_tokens
+            or tokens > self.max_tokens
             or self._num_pinned + tokens > MAX_PINNED
             or job.output not in (Output.RESIDUAL, Output.KV)
             or threading.get_ident() != self._owner
@@ -95,7 +95,7 @@ class Near:
     def _find(self, job: Job) -> list[_Found]:
         """Pin the slots of every layer, or of none."""
         found: list[_Found] = []
-        for piece in job.pieces(self._max_tokens):
+        for piece in job.pieces(self.max_tokens):
             windows = piece.windows
             tenants = np.full(piece.num_tokens, job.tenant, dtype=np.int64)
             lease = None if windows is None else self._store.find(piece.layer, tenants, windows)

@@ -73,8 +73,15 @@ class Scheduler:
         return self._kv_lane, self._rows_lane
 
     def attach(self, call_soon: CallSoon) -> None:
-        """Let the calling thread run small reads itself (see `Near`)."""
+        """Let the calling thread run small reads itself (see `Near`), before the lanes' work.
+
+        Nothing happens where the limits allow no such reads.
+        """
+        if not self._near.max_tokens:
+            return
         self._near.attach(call_soon)
+        for lane in self.lanes:
+            lane.give_way()
 
     def submit(self, job: Job) -> None:
         """Queue a read. Raises: Internal after a failure, Draining after `close`."""
