@@ -16,6 +16,7 @@ ENGINE = "tests/laws/test_engine_laws.py"
 STORE = "tests/laws/test_store_laws.py"
 REQUESTS = "tests/refusals/test_requests.py"
 CLIENT = "tests/unit/test_client_protocol.py"
+NATIVE = "tests/native/test_formats.py"
 
 
 @dataclass(frozen=True)
@@ -526,5 +527,55 @@ FAULTS = (
         " else (~dead).nonzero().flatten()\n",
         "        live = torch.arange(len(residual))\n",
         "tests/unit/test_local.py",
+    ),
+    # ------------------------------------------------------------------ kernels' formats and hash
+    fault(
+        "csrc-q2-k-nibbles-swapped",
+        "csrc/formats/q2_k.h",
+        "raw.scale & 15u",
+        "raw.scale >> 4",
+        NATIVE,
+    ),
+    fault(
+        "csrc-q3-k-scales-of-four-bits",
+        "csrc/formats/q3_k.h",
+        "(low | (high << 4)) - 32",
+        "low + 0 * high",
+        NATIVE,
+    ),
+    fault(
+        "csrc-e4m3-nan-is-480",
+        "csrc/formats/scalar.h",
+        "if ((a & 0x7Fu) == 0x7Fu) low = bits_to_float(0x7FC00000u);",
+        "",
+        NATIVE,
+    ),
+    fault(
+        "csrc-scale-code-0-is-zero",
+        "csrc/formats/scalar.h",
+        "if (code == 0) return bits_to_float(0x00400000u);",
+        "",
+        NATIVE,
+    ),
+    fault(
+        "csrc-bf16-truncates",
+        "csrc/formats/scalar.h",
+        "(bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16",
+        "bits >> 16",
+        NATIVE,
+    ),
+    fault(
+        "csrc-c-remainder",
+        "csrc/hash.h",
+        "return is_negative ? prime - 1 - static_cast<int64_t>(rest)",
+        "return is_negative ? -static_cast<int64_t>(rest)",
+        NATIVE,
+    ),
+    fault(
+        "csrc-no-floor-under-the-input-scale",
+        "csrc/formats/requantize.h",
+        "amax < 1e-4f ? 1e-4f : amax",
+        "amax",
+        NATIVE,
     ),
 )

@@ -22,7 +22,10 @@ from pathlib import Path
 from tests.fault_list import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("engram_core", "engram_client", "service", "tests", "openapi", "proto", "pyproject.toml")
+COPIED = (
+    *("engram_core", "engram_client", "service", "csrc", "tests", "openapi", "proto"),
+    "pyproject.toml",
+)
 AT_ONCE = 2
 TIMEOUT_S = 120
 
@@ -64,7 +67,8 @@ def patch(folder: Path, fault: Fault) -> None:
             raise ValueError(f"{fault.file} holds {old!r} {text.count(old)} times, expected once")
         text = text.replace(old, new)
     path.write_text(text)
-    compile(text, fault.file, "exec")
+    if path.suffix == ".py":
+        compile(text, fault.file, "exec")
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
