@@ -21,6 +21,7 @@ from service.bodies import GRACE_S, MIN_BYTES_PER_S, ClientGoneError, Headers, I
 from service.calls import Call, check_table
 from service.desk import request_id
 from service.operations import Operation
+from service.problems import RequestTimeout
 from service.state import ServiceState
 
 MAX_TRAILER_BYTES = 6 << 10
@@ -37,6 +38,8 @@ class Context(Protocol):
     async def read(self) -> Any: ...
 
     async def write(self, message: bytes) -> None: ...
+
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None: ...
 
     async def abort(
         self, code: Any, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]]
@@ -81,11 +84,19 @@ async def read(context: Context) -> bytes | None:
 
 
 async def write(context: Context, raw: bytes) -> None:
-    """Send a message. Raises ClientGoneError: nobody takes it, or not at MIN_BYTES_PER_S."""
+    """Send a message. Raises ClientGoneError; RequestTimeout: not taken at MIN_BYTES_PER_S.
+
+    Initial metadata must be sent: a first message that took it along could not be given up.
+    """
     try:
         async with asyncio.timeout(GRACE_S + len(raw) / MIN_BYTES_PER_S):
             await context.write(raw)
-    except (TimeoutError, aio.InternalError, aio.UsageError):
+    except TimeoutError:
+        raise RequestTimeout(
+            "the answer was taken too slowly",
+            expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
+        ) from None
+    except (aio.InternalError, aio.UsageError):
         raise ClientGoneError from None
 
 

@@ -15,9 +15,10 @@ from engram_client.proto import engram_pb2 as pb
 from engram_core.engine_types import StepAnswer
 from engram_core.errors import Draining, EngramError
 from service import operations, problems
+from service.bodies import ClientGoneError
 from service.calls import Call
 from service.desk import GONE, Desk
-from service.problems import Unauthenticated
+from service.problems import RequestTimeout, Unauthenticated
 from service.rpc import calls, messages
 from service.rpc.calls import Context
 from service.rpc.steps import StepWork
@@ -100,24 +101,19 @@ class _Stream:
     async def run(self) -> None:
         """Read and answer until one side ends it."""
         writer = self._loop.create_task(self._write_all())
-        writer.add_done_callback(self._written)
         try:
+            await self._context.send_initial_metadata(())
             await self._read_all()
             await writer
         except asyncio.CancelledError:
+            writer.cancel()
             if self._reason is None:
                 raise
+            # gRPC cannot cut a stream: it holds its bytes until the client takes them or is gone.
+            await calls.refuse(self._context, self._reason)
         finally:
-            writer.cancel()
             for exchange in list(self._open):
                 self._end(exchange, GONE, 0)
-        if self._reason is not None:
-            await calls.refuse(self._context, self._reason)
-
-    def _written(self, writer: asyncio.Task[None]) -> None:
-        """End the stream of a client that does not take its answers."""
-        if not writer.cancelled() and writer.exception() is not None:
-            self._task.cancel()
 
     async def _read_all(self) -> None:
         while True:
@@ -165,7 +161,14 @@ class _Stream:
         while (exchange := await self._done.get()) is not None:
             code, status, raw = self._reply(exchange)
             exchange.call.sent_bytes = len(raw)
-            await calls.write(self._context, raw)
+            try:
+                await calls.write(self._context, raw)
+            except RequestTimeout as late:
+                self.end(late)
+                return
+            except ClientGoneError:
+                self._task.cancel()
+                return
             self._end(exchange, code, status)
             self._room.release()
 

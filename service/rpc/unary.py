@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
+from grpc import aio
 
 from engram_client.proto import engram_pb2 as pb
 from engram_core.engine_types import EPOCH_OPENED
 from engram_core.errors import SchemaError
 from service import operations, strict, verbs
-from service.bodies import ClientGoneError
+from service.bodies import SMALL_BODY_BYTES, ClientGoneError
 from service.calls import Call
 from service.desk import GONE, Desk
 from service.info import describe
 from service.operations import Operation
-from service.problems import BodyTooLarge, kind_of
+from service.problems import BodyTooLarge, RequestTimeout, kind_of
 from service.rpc import calls, messages
 from service.rpc.calls import Context
 from service.rpc.steps import StepWork
@@ -120,8 +121,8 @@ class UnaryDoor:
         try:
             await self._answer(call, headers, verb, context)
             code, status = "ok", 200
-        except ClientGoneError:
-            raise asyncio.CancelledError from None  # gRPC drops the call
+        except (ClientGoneError, aio.AbortError):
+            raise asyncio.CancelledError from None  # all is said that can be
         except Exception as error:
             code, refusal = self._desk.refusal(call, error)
             status = kind_of(refusal).status
@@ -137,7 +138,15 @@ class UnaryDoor:
         reply = await verb.answer(call, await _receive(call, verb, context))
         raw = reply.SerializeToString()
         call.sent_bytes = len(raw)
-        await calls.write(context, raw)
+        if len(raw) <= SMALL_BODY_BYTES:
+            await context.write(raw)
+            return
+        await context.send_initial_metadata(())
+        try:
+            await calls.write(context, raw)
+        except RequestTimeout as late:
+            # gRPC cannot cut a call: it holds its bytes until they are taken or the peer is gone.
+            await calls.refuse(context, late)
 
 
 async def _receive(call: Call, verb: Verb, context: Context) -> Message:

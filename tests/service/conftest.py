@@ -14,6 +14,7 @@ from service.loading import load_model
 from service.settings import Settings
 from service.state import Model
 from tests.service.door import InProcess
+from tests.service.rpc_client import Rpc
 
 MAX_TOKENS, MAX_SESSIONS = 64, 64
 
@@ -57,3 +58,21 @@ def make_door(model: Model, runner: asyncio.Runner) -> Callable[..., InProcess]:
         return InProcess(create_app(settings, model if loaded else None), runner)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_rpc(
+    model: Model, settings: Settings, runner: asyncio.Runner
+) -> Iterator[Callable[..., Rpc]]:
+    """Makes apps whose gRPC door is open on a free port, and closes them at the end."""
+    made: list[Rpc] = []
+
+    def make(*, loaded: bool = True, **changes: Any) -> Rpc:
+        asked = settings.model_copy(update={"grpc_port": 0, **changes})
+        app = create_app(asked, model if loaded else None)
+        made.append(Rpc(InProcess(app, runner)).start())
+        return made[-1]
+
+    yield make
+    for rpc in made:
+        rpc.stop()
