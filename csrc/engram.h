@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define ENGRAM_ABI_VERSION 1
+#define ENGRAM_ABI_VERSION 2
 #define ENGRAM_MAX_NGRAM 8
 #define ENGRAM_MAX_HASH_COLS 64
 #define ENGRAM_INLINE_TOKENS 64 /* windows and slots of so many travel inside the launch */
@@ -158,6 +158,32 @@ typedef struct {
 } engram_project_params;
 
 engram_status engram_project_chain(const engram_project_params* params);
+
+/* wkv as stored, for T <= ENGRAM_INLINE_TOKENS: its bytes are arranged once in the order in which
+ * tensor cores take them, and read as they are. The weights multiplied are the bf16-rounded
+ * dequantised ones; the same bits as engram_project_chain over engram_dequantize's output. */
+int64_t engram_arranged_bytes(int32_t format, int64_t out_features,
+                              int64_t in_features); /* or -1 */
+
+typedef struct {
+  int32_t format; /* E4M3_E8M0_32 with scales of 32 x 32, or Q2_K */
+  int64_t out_features, in_features;
+  const uint8_t* codes;
+  const uint8_t* scales;
+  void* arranged;
+  int32_t* is_exotic; /* device; becomes 1 if the weights hold values the kernel has no exact way
+                       * for: e4m3 NaN codes, scales above 2^7. It must not serve them then */
+  engram_stream stream;
+} engram_arrange_params;
+
+engram_status engram_arrange(const engram_arrange_params* params);
+
+typedef struct {
+  engram_project_params project; /* wkv: what engram_arrange wrote */
+  int32_t format;
+} engram_project_stored_params;
+
+engram_status engram_project_stored(const engram_project_stored_params* params);
 
 /* cublasLt, opened at run time. One algorithm a batch class; slots must be NULL. */
 typedef struct engram_gemm engram_gemm;

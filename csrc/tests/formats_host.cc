@@ -1,5 +1,6 @@
 // Host build of the row formats and the hash, for tests/native: the same headers, the same bits.
 // g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC
+#include "../formats/arranged.h"
 #include "../formats/formats.h"
 #include "../formats/requantize.h"
 #include "../hash.h"
@@ -26,6 +27,84 @@ int32_t host_dequantize(int32_t format, int64_t num_rows, int64_t row_values, co
       }
   });
   return found ? 0 : 1;
+}
+
+int64_t host_arranged_bytes(int32_t format, int64_t outputs, int64_t inputs) {
+  return arranged_bytes(format, outputs, inputs);
+}
+
+// codes [outputs, row_bytes] (scales [outputs / 32, inputs / 32]) -> the bytes arranged
+void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* codes,
+                  const uint8_t* scales, uint8_t* to) {
+  const int64_t stages = inputs / kStageValues;
+  for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
+    for (int64_t stage = 0; stage < stages; ++stage)
+      for (int lane = 0; lane < 32; ++lane) {
+        if (format == ENGRAM_Q2_K) {
+          const int64_t stride = stages * Q2K::kBlockBytes;
+          ArrangedQ2K::arrange(codes + tile * kTileOutputs * stride + stage * Q2K::kBlockBytes,
+                               stride, lane,
+                               to + (tile * stages + stage) * ArrangedQ2K::kStageBytes);
+          continue;
+        }
+        for (int unit = 0; unit < kUnits; ++unit)
+          for (int byte = 0; byte < 16; ++byte) {
+            const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, byte);
+            to[((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes + lane * 16 +
+               byte] = codes[(tile * kTileOutputs + place.output) * inputs + stage * kStageValues +
+                             unit * kUnitValues + place.k];
+          }
+      }
+  if (format != ENGRAM_Q2_K) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
+}
+
+// The A registers of one step of every lane, as project_stored.cu makes them.
+static void decode_e4m3(int64_t outputs, int64_t inputs, const uint8_t* arranged, int64_t tile,
+                        int64_t unit, int lane, uint32_t (&a)[2][4]) {
+  const int64_t units = inputs / kUnitValues;
+  uint32_t word[4];
+  memcpy(word, arranged + (tile * units + unit) * ArrangedE4M3::kUnitBytes + lane * 16, 16);
+  const uint32_t factor =
+      ArrangedE4M3::factor(arranged[outputs * inputs + tile / 2 * units + unit]);
+  ArrangedE4M3::decode(word[0], word[1], factor, a[0]);
+  ArrangedE4M3::decode(word[2], word[3], factor, a[1]);
+}
+
+static void decode_q2k(int64_t, int64_t inputs, const uint8_t* arranged, int64_t tile, int64_t unit,
+                       int lane, uint32_t (&a)[2][4]) {
+  const uint8_t* stage = arranged + (tile * (inputs / kStageValues) + unit / kUnits) *
+                                        static_cast<int64_t>(ArrangedQ2K::kStageBytes);
+  const int in_stage = static_cast<int>(unit % kUnits), quarter = in_stage / 2;
+  uint32_t word;
+  memcpy(&word, stage + in_stage / 4 * 512 + lane * 16 + in_stage % 4 * 4, 4);
+  for (int step = 0; step < 2; ++step) {
+    const int owner = lane / 4 * 4 + in_stage % 2 * 2 + step;
+    uint32_t scales[2], d[2];
+    memcpy(scales, stage + ArrangedQ2K::kScalesAt + owner * 8, 8);
+    memcpy(d, stage + ArrangedQ2K::kFactorsAt + owner / 4 * 8, 8);
+    ArrangedQ2K::Values y[2];
+    for (int i = 0; i < 2; ++i)
+      y[i] = ArrangedQ2K::values(scales[i] >> (quarter / 2 * 16), quarter % 2,
+                                 ArrangedQ2K::factors(d[i]));
+    ArrangedQ2K::decode(word, step, y[0], y[1], a[step]);
+  }
+}
+
+// arranged -> bf16 [outputs, inputs], each register's halves put where the tensor core takes them
+void host_decode_arranged(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* arranged,
+                          uint16_t* out) {
+  const auto decode = format == ENGRAM_Q2_K ? decode_q2k : decode_e4m3;
+  for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
+    for (int64_t unit = 0; unit < inputs / kUnitValues; ++unit)
+      for (int lane = 0; lane < 32; ++lane) {
+        uint32_t a[2][4];
+        decode(outputs, inputs, arranged, tile, unit, lane, a);
+        for (int step = 0; step < 2; ++step)
+          for (int r = 0; r < 4; ++r)
+            for (int half = 0; half < 2; ++half)  // PTX ISA, fragments of m16n8k16
+              out[(tile * 16 + lane / 4 + r % 2 * 8) * inputs + unit * 32 + step * 16 + r / 2 * 8 +
+                  lane % 4 * 2 + half] = static_cast<uint16_t>(a[step][r] >> (16 * half));
+      }
 }
 
 void host_to_bf16(int64_t count, const float* values, uint16_t* out) {

@@ -22,6 +22,7 @@ from engram_core.backends.engram_v41 import (
     workspace_bytes,
 )
 from engram_core.backends.native import Native, cublaslt_candidates
+from engram_core.backends.stored_wkv import Stored, StoredWkv, arrange, arranged_bytes
 from engram_core.checkpoint.dense import read_matrix, read_matrix_chunks
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
 from engram_core.errors import SchemaError
@@ -116,6 +117,7 @@ def load(
     with ExitStack() as failed:
         failed.callback(backend.close)
         backend.open_gemm(cublaslt_candidates())
+        backend.choose_kernels()
         check(needs, ledger, _memory(native.device(index)))
         failed.pop_all()
     return backend
@@ -140,7 +142,7 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
-        wkv=geometry.num_layers * geometry.out_features * geometry.in_features * 2,
+        wkv=sum(_wkv_bytes(layer.wkv, geometry) for layer in checkpoint.layers),
         kv_store=num_slots * geometry.kv_bytes,
         workspaces=sum(workspace_bytes(geometry, sizes.chunk_tokens).values()) + lanes,
         in_flight=budget.in_flight_bytes + pinned,
@@ -173,7 +175,7 @@ class _Loader:
     ) -> DeviceLayer:
         """Load one layer; `owner` frees it if a later one fails."""
         parts = self._table(source, ledger, owner)
-        wkv = self._wkv(source, geometry, owner)
+        wkv, stored = self._wkv(source, geometry, owner)
         qk = (read_matrix(source.q) * read_matrix(source.k)).astype(np.float32)
         return DeviceLayer(
             encoding=source.table.encoding,
@@ -182,6 +184,7 @@ class _Loader:
             wkv=wkv,
             qk=self._upload(qk.view(np.uint8).reshape(-1), owner),
             requantize_input=source.requantize_input,
+            stored=stored,
         )
 
     def _table(
@@ -204,20 +207,23 @@ class _Loader:
             parts.append(buffer)
         return parts
 
-    def _wkv(self, source: LayerSource, geometry: Geometry, owner: ExitStack) -> DeviceBuffer:
-        """wkv as bfloat16: dequantised on the device where its kernels know the type."""
+    def _wkv(
+        self, source: LayerSource, geometry: Geometry, owner: ExitStack
+    ) -> tuple[DeviceBuffer, StoredWkv | str]:
+        """wkv as bfloat16, dequantised on the device where its kernels know the type, and as
+        stored where a kernel reads that."""
         tensor, num_rows, columns = source.wkv, geometry.out_features, geometry.in_features
         wkv = DeviceBuffer(self._native, num_rows * columns * 2)
         owner.callback(wkv.close)
         what = f"layer {source.layer_id} wkv"
-        has_powers = tensor.scale is not None and tensor.scale.type == "F8_E8M0"
-        format_id = abi.FORMATS.get("E4M3_E8M0_32" if has_powers else tensor.type)
+        encoding = _wkv_encoding(tensor)
+        format_id = abi.FORMATS.get(encoding)
         if format_id is None or self._native.row_bytes(format_id, columns) < 0:
             self._wkv_through_host(tensor, wkv, what)
-            return wkv
-        with ExitStack() as stored:
-            codes = self._stored(tensor, stored, what)
-            scales = self._stored(tensor.scale, stored, what) if tensor.scale else None
+            return wkv, f"{encoding} is dequantised on the host"
+        with ExitStack() as loaded:
+            codes = self._stored(tensor, loaded, what)
+            scales = self._stored(tensor.scale, loaded, what) if tensor.scale else None
             params = abi.Dequantize(
                 format=format_id,
                 rows_per_scale=32 if scales else 1,
@@ -229,8 +235,12 @@ class _Loader:
                 stream=self._stream.handle,
             )
             self._native.dequantize(byref(params))
+            place = Stored(
+                encoding, num_rows, columns, codes.address, scales.address if scales else 0
+            )
+            stored = arrange(self._native, place, self._stream, owner)
             self._wait()
-        return wkv
+        return wkv, stored
 
     def _stored(self, tensor: TensorSource, owner: ExitStack, what: str) -> DeviceBuffer:
         buffer = DeviceBuffer(self._native, tensor.num_bytes)
@@ -286,6 +296,18 @@ class _Loader:
     def _wait(self) -> None:
         self._end.record(self._stream)
         self._end.wait()
+
+
+def _wkv_encoding(tensor: TensorSource) -> str:
+    """Its name in `quant`; FP8 with float32 scales has none and goes through the host."""
+    has_powers = tensor.scale is not None and tensor.scale.type == "F8_E8M0"
+    return "E4M3_E8M0_32" if has_powers else tensor.type
+
+
+def _wkv_bytes(tensor: TensorSource, geometry: Geometry) -> int:
+    """The bfloat16 copy, which batches above 64 tokens need, and the stored form."""
+    outputs, inputs = geometry.out_features, geometry.in_features
+    return outputs * inputs * 2 + arranged_bytes(_wkv_encoding(tensor), outputs, inputs)
 
 
 def _memory(device: abi.Device) -> Memory:

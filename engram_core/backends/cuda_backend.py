@@ -21,7 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends import native as abi
-from engram_core.backends.cuda_check import check_gate, check_projection, gemm_matches_chain
+from engram_core.backends.cuda_check import (
+    check_gate,
+    check_projection,
+    gemm_matches_chain,
+    stored_matches_chain,
+    time_kernels,
+)
 from engram_core.backends.device import Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import CHAIN_TOKENS, DeviceLayer, EngramV41
 from engram_core.backends.native import INLINE_TOKENS, Device, Native, Unsupported
@@ -34,6 +40,7 @@ from engram_core.backends.staging import (
     fits_inline,
     pieces,
 )
+from engram_core.backends.stored_wkv import StoredWkv
 from engram_core.errors import BadTensor, Internal, RowOutOfRange
 from engram_core.geometry import EngramHashTables, Geometry
 
@@ -157,6 +164,44 @@ class CudaBackend:
             reasons.append(f"{library}: other bits than the chain at T = {different}")
         self._numerics["wkv_without_cublaslt"] = "; ".join(reasons) or "no library was tried"
         return False
+
+    def choose_kernels(self) -> None:
+        """Compare what multiplies wkv as stored with the chain by bits, then let the fastest
+        kernel measured here serve each class of batches up to 64 tokens.
+
+        `numerics` holds the times, and why a layer's stored weights are not used if they are not.
+        """
+        self._select()
+        geometry = self.geometry
+        for layer_index, layer_id in enumerate(geometry.layer_ids):
+            layer = self.engram.layer(layer_index)
+            if isinstance(layer.stored, StoredWkv):
+                self._check_stored(layer_index, layer_id)
+            times = time_kernels(self.engram, layer_index, self._project_stream)
+            if not isinstance(layer.stored, StoredWkv):
+                self._numerics[f"wkv_stored_{layer_id}"] = f"not used: {layer.stored}"
+            lines = []
+            for size, by_kernel in times.items():
+                fastest = min(by_kernel, key=lambda name: by_kernel[name])
+                self.engram.prefer(layer_index, size, fastest)
+                measured = ", ".join(f"{name} {us:.1f}" for name, us in by_kernel.items())
+                lines.append(f"T <= {size} {fastest} ({measured} us)")
+            self._numerics[f"wkv_kernels_{layer_id}"] = "; ".join(lines)
+
+    def _check_stored(self, layer_index: int, layer_id: int) -> None:
+        layer = self.engram.layer(layer_index)
+        assert isinstance(layer.stored, StoredWkv)
+        encoding = layer.stored.encoding
+        different = stored_matches_chain(self.engram, layer_index, self._project_stream)
+        if different:
+            self.engram.drop_stored(
+                layer_index, f"other bits than the chain at T = {different} ({encoding})"
+            )
+            return
+        self._numerics[f"wkv_stored_{layer_id}"] = (
+            f"{encoding} as stored, up to {INLINE_TOKENS} tokens: bf16-rounded in registers, the "
+            "chain's bits (compared at start); its bf16 copy serves larger batches"
+        )
 
     def rows(
         self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool

@@ -3,14 +3,36 @@ against float64, the gate against itself at other batch sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from ctypes import byref
+from functools import partial
+
 import numpy as np
 import torch
 
+from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import GEMM_CLASSES, EngramV41
+from engram_core.backends.stored_wkv import (
+    BATCH_CLASSES,
+    CHAIN,
+    CHECKED_SIZES,
+    CUBLASLT,
+    STORED,
+    Race,
+    Stored,
+    StoredWkv,
+    arrange,
+    edge_scales,
+    edge_weights,
+)
 from engram_core.errors import SelfCheckFailed
 
 _SEED = 41
+
+EDGE_OUTPUTS = 160
+"""Outputs of the weights that reach every code and edge: ten tiles, no two blocks alike."""
 
 
 def gemm_matches_chain(engram: EngramV41, stream: Stream) -> list[int]:
@@ -21,16 +43,65 @@ def gemm_matches_chain(engram: EngramV41, stream: Stream) -> list[int]:
     """
     geometry, most = engram.geometry, engram.max_tokens
     wanted = {min(size, most) for size in GEMM_CLASSES}
+    wanted |= {size for size in (1, 8, 9, 16) if size <= most}
     wanted |= {size + 1 for size in (16, *GEMM_CLASSES) if size + 1 <= most}
     with _Scratch(engram, stream) as scratch:
         rows = _random_rows(most, geometry.in_features)
         scratch.upload(rows)
-        chain = scratch.project(most, is_chain=True)
+        chain = scratch.project(most, CHAIN)
         return [
             count
             for count in sorted(wanted)
-            if not torch.equal(scratch.project(count, is_chain=False), chain[:count])
+            if not torch.equal(scratch.project(count, CUBLASLT), chain[:count])
         ]
+
+
+def stored_matches_chain(engram: EngramV41, layer_index: int, stream: Stream) -> list[int]:
+    """Compare the kernels over a layer's stored wkv with the chain by bits; returns the T that
+    differ.
+
+    Random rows over the layer's weights, then over weights that reach every code and edge.
+    """
+    geometry, most = engram.geometry, min(engram.max_tokens, abi.INLINE_TOKENS)
+    sizes = [size for size in CHECKED_SIZES if size <= most]
+    with _Scratch(engram, stream) as scratch:
+        scratch.upload(_random_rows(most, geometry.in_features))
+        chain = scratch.project(most, CHAIN, layer_index=layer_index)
+        different = {
+            size
+            for size in sizes
+            if not _same_bits(
+                scratch.project(size, STORED, first=most - size, layer_index=layer_index),
+                chain[most - size :],
+            )
+        }
+        with _edge_layer(engram, layer_index, stream) as (wkv, stored):
+            scratch.edges = wkv, stored
+            chain = scratch.project(most, CHAIN)
+            different |= {
+                size
+                for size in sizes
+                if not _same_bits(scratch.project(size, STORED), chain[:size])
+            }
+    return sorted(different)
+
+
+def time_kernels(
+    engram: EngramV41, layer_index: int, stream: Stream
+) -> dict[int, dict[str, float]]:
+    """Microseconds of every kernel that can serve a batch class, by its largest T."""
+    times = {}
+    with _Scratch(engram, stream) as scratch, closing(Race(engram.native, stream)) as race:
+        scratch.upload(_random_rows(min(engram.max_tokens, 64), engram.geometry.in_features))
+        for size in (size for size in BATCH_CLASSES if size <= engram.max_tokens):
+            params = scratch.params(size)
+            times[size] = race.run(
+                {
+                    kernel: partial(engram.project_with, kernel, layer_index, params)
+                    for kernel in engram.kernels_of(layer_index, size)
+                }
+            )
+    return times
 
 
 def check_projection(engram: EngramV41, stream: Stream) -> None:
@@ -43,11 +114,11 @@ def check_projection(engram: EngramV41, stream: Stream) -> None:
     rows = _random_rows(count, geometry.in_features)
     with _Scratch(engram, stream) as scratch:
         scratch.upload(rows)
-        together = scratch.project(count, is_chain=True)
+        together = scratch.project(count, CHAIN)
         for size in (1, 2, 7, 8, 9, 16, 17, 33, 64):
             if size > count:
                 break
-            alone = scratch.project(size, is_chain=True, first=count - size)
+            alone = scratch.project(size, CHAIN, first=count - size)
             if not torch.equal(alone, together[count - size :]):
                 raise SelfCheckFailed(f"the projection of {size} tokens differs from {count}")
         _compare_with_float64(scratch, rows, together.view(torch.bfloat16))
@@ -86,6 +157,7 @@ class _Scratch:
         size = num_bytes or engram.max_tokens * max(geometry.kv_bytes, geometry.in_features * 2)
         self._host = PinnedBuffer(native, size)
         self._device = DeviceBuffer(native, size)
+        self.edges: tuple[DeviceBuffer, StoredWkv] | None = None
 
     def __enter__(self) -> _Scratch:
         return self
@@ -99,19 +171,46 @@ class _Scratch:
         self._host.tensor(rows.dtype, tuple(rows.shape)).copy_(rows)
         self._copy(self.engram.rows_workspace.address, self._host.address, rows.numel() * 2)
 
-    def project(self, count: int, *, is_chain: bool, first: int = 0) -> torch.Tensor:
-        """Bits of kv of rows first..first+count: int16 [count, out_features]."""
-        geometry, engram = self.engram.geometry, self.engram
-        params = engram.project_params(
+    def params(self, count: int, first: int = 0) -> abi.Project:
+        """Rows first..first+count of the workspace into this scratch."""
+        engram = self.engram
+        return engram.project_params(
             count,
             self.stream,
             to=self._device.address,
-            rows=engram.rows_workspace.address + first * geometry.in_features * 2,
+            rows=engram.rows_workspace.address + first * engram.geometry.in_features * 2,
         )
-        (engram.project_chain if is_chain else engram.project_gemm)(0, params)
-        shape = (count, geometry.out_features)
-        self._copy(self._host.address, self._device.address, count * geometry.kv_bytes)
-        return self._host.tensor(torch.int16, shape).clone()
+
+    def project(
+        self, count: int, kernel: str, *, first: int = 0, layer_index: int = 0
+    ) -> torch.Tensor:
+        """Bits of kv of rows first..first+count: int16 [count, out_features].
+
+        Over the weights in `edges`, if there are some, instead of the layer's.
+        """
+        geometry, engram = self.engram.geometry, self.engram
+        params = self.params(count, first)
+        if self.edges is None:
+            engram.project_with(kernel, layer_index, params)
+            outputs = geometry.out_features
+        else:
+            outputs = params.out_features = EDGE_OUTPUTS
+            self._project_edges(kernel, params)
+        num_bytes = count * outputs * 2
+        self._copy(self._host.address, self._device.address, num_bytes)
+        return self._host.tensor(torch.int16, (count, outputs)).clone()
+
+    def _project_edges(self, kernel: str, params: abi.Project) -> None:
+        assert self.edges is not None
+        wkv, stored = self.edges
+        native = self.engram.native
+        if kernel == CHAIN:
+            params.wkv = wkv.address
+            native.project_chain(byref(params))
+            return
+        params.wkv = stored.arranged.address
+        whole = abi.ProjectStored(project=params, format=abi.FORMATS[stored.encoding])
+        native.project_stored(byref(whole))
 
     def wkv_rows(self, first: int, count: int) -> torch.Tensor:
         """Some rows of layer 0's wkv: bfloat16 [count, in_features]."""
@@ -146,6 +245,51 @@ class _Scratch:
     def _wait(self) -> None:
         self._end.record(self.stream)
         self._end.wait()
+
+
+@contextmanager
+def _edge_layer(
+    engram: EngramV41, layer_index: int, stream: Stream
+) -> Iterator[tuple[DeviceBuffer, StoredWkv]]:
+    """Weights [EDGE_OUTPUTS, in_features] of a layer's encoding: as bf16, and as stored."""
+    native, stored = engram.native, engram.layer(layer_index).stored
+    assert isinstance(stored, StoredWkv)
+    encoding, inputs = stored.encoding, engram.geometry.in_features
+    codes = edge_weights(encoding, EDGE_OUTPUTS, inputs)
+    has_scales = encoding == "E4M3_E8M0_32"
+    scales = edge_scales(EDGE_OUTPUTS, inputs) if has_scales else np.empty(0, np.uint8)
+    with ExitStack() as made:
+        end = Event(native)
+        made.callback(end.close)
+        staged = PinnedBuffer(native, codes.size + scales.size + 16)
+        made.callback(staged.close)
+        staged.bytes[: codes.size] = codes.reshape(-1)
+        staged.bytes[codes.size : codes.size + scales.size] = scales.reshape(-1)
+        wkv = DeviceBuffer(native, EDGE_OUTPUTS * inputs * 2)
+        made.callback(wkv.close)
+        scales_at = staged.address + codes.size if has_scales else 0
+        params = abi.Dequantize(
+            format=abi.FORMATS[encoding],
+            rows_per_scale=32 if has_scales else 1,
+            num_rows=EDGE_OUTPUTS,
+            row_values=inputs,
+            codes=staged.address,
+            scales=scales_at,
+            out=wkv.address,
+            stream=stream.handle,
+        )
+        native.dequantize(byref(params))
+        place = Stored(encoding, EDGE_OUTPUTS, inputs, staged.address, scales_at)
+        arranged = arrange(native, place, stream, made)
+        if isinstance(arranged, str):
+            raise SelfCheckFailed(f"weights made for the check were refused: {arranged}")
+        yield wkv, arranged
+
+
+def _same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal bits of bfloat16 seen as int16; a NaN equals any NaN."""
+    both_nan = got.view(torch.bfloat16).isnan() & want.view(torch.bfloat16).isnan()
+    return bool(((got == want) | both_nan).all())
 
 
 def _random_rows(count: int, in_features: int) -> torch.Tensor:

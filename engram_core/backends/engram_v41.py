@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
 from engram_core.backends.native import Native, Unsupported
+from engram_core.backends.stored_wkv import BATCH_CLASSES, CHAIN, CUBLASLT, STORED, StoredWkv
 from engram_core.errors import BadTensor, CheckpointError, TooManyTokens
 from engram_core.geometry import EngramHashTables, Geometry
 
@@ -34,6 +35,7 @@ class DeviceLayer:
 
     table_parts: codes (and scales); wkv: bfloat16 [out_features, in_features];
     qk: float32 [hc_mult, dim]; encoding: a name of `quant`
+    stored: the same weights as stored, for up to 64 tokens, or the reason why there are none
     """
 
     encoding: str
@@ -42,6 +44,7 @@ class DeviceLayer:
     wkv: DeviceBuffer
     qk: DeviceBuffer
     requantize_input: bool
+    stored: StoredWkv | str = "wkv was not kept as stored"
 
 
 class EngramV41:
@@ -71,6 +74,7 @@ class EngramV41:
         self._layers: list[tuple[DeviceLayer, abi.Table, abi.Hash]] = []
         self._gemm = 0
         self._largest_gemm = 0
+        self._fastest: dict[tuple[int, int], str] = {}  # layer, batch class -> kernel
         with ExitStack() as made:
             sizes = workspace_bytes(geometry, max_tokens)
             self.rows_workspace = self._buffer(made, sizes["rows"])
@@ -95,6 +99,8 @@ class EngramV41:
         self.native.hash_prepare(byref(constants), layer.num_rows)
         for buffer in (*parts, layer.wkv, layer.qk):
             self._owned.callback(buffer.close)
+        if isinstance(layer.stored, StoredWkv):
+            self._owned.callback(layer.stored.arranged.close)
         self._layers.append((layer, table, constants))
 
     def open_gemm(self, library: str, *, num_sms: int = 0) -> int:
@@ -218,11 +224,8 @@ class EngramV41:
         """
         self.require_tokens(num_tokens)
         to = self._kv_workspace.address
-        params = self.project_params(num_tokens, stream, to=to)
-        if self._serves_gemm(num_tokens):
-            self.project_gemm(layer_index, params)
-        else:
-            self.project_chain(layer_index, params)
+        kernel = self.kernel_of(layer_index, num_tokens)
+        self.project_with(kernel, layer_index, self.project_params(num_tokens, stream, to=to))
         gate = self.gate_params(layer_index)
         gate.kv, gate.residual, gate.out = to, streams, streams
         gate.num_tokens, gate.is_f32, gate.stream = num_tokens, 1, stream.handle
@@ -237,6 +240,49 @@ class EngramV41:
         """The same through cublasLt; params.slots must be 0."""
         params.wkv = self._layers[layer_index][0].wkv.address
         self.native.gemm_run(self._gemm, byref(params))
+
+    def project_stored(self, layer_index: int, params: abi.Project) -> None:
+        """The same over wkv as stored, up to INLINE_TOKENS tokens."""
+        stored = self._layers[layer_index][0].stored
+        if isinstance(stored, str):
+            raise BadTensor(f"layer {layer_index}: {stored}")
+        params.wkv = stored.arranged.address
+        whole = abi.ProjectStored(project=params, format=abi.FORMATS[stored.encoding])
+        self.native.project_stored(byref(whole))
+
+    def project_with(self, kernel: str, layer_index: int, params: abi.Project) -> None:
+        """One of CHAIN, STORED and CUBLASLT; the last takes no slots."""
+        {
+            CHAIN: self.project_chain,
+            STORED: self.project_stored,
+            CUBLASLT: self.project_gemm,
+        }[kernel](layer_index, params)
+
+    def kernels_of(self, layer_index: int, num_tokens: int) -> list[str]:
+        """Every kernel that can multiply a batch, the chain first."""
+        kernels = [CHAIN]
+        if num_tokens <= abi.INLINE_TOKENS and not isinstance(self.layer(layer_index).stored, str):
+            kernels.append(STORED)
+        if self._gemm and num_tokens <= self._largest_gemm:
+            kernels.append(CUBLASLT)
+        return kernels
+
+    def drop_stored(self, layer_index: int, why: str) -> None:
+        """Never use a layer's stored weights again; they are freed with the layer."""
+        self._layers[layer_index][0].stored = why
+
+    def prefer(self, layer_index: int, batch_class: int, kernel: str) -> None:
+        """Let a kernel serve a class of BATCH_CLASSES."""
+        self._fastest[layer_index, batch_class] = kernel
+
+    def kernel_of(self, layer_index: int, num_tokens: int) -> str:
+        """Who multiplies a batch: the preferred kernel, or the chain up to CHAIN_TOKENS."""
+        able = self.kernels_of(layer_index, num_tokens)
+        chosen = next((size for size in BATCH_CLASSES if num_tokens <= size), 0)
+        preferred = self._fastest.get((layer_index, chosen))
+        if preferred in able:
+            return preferred
+        return CUBLASLT if CUBLASLT in able and num_tokens > CHAIN_TOKENS else CHAIN
 
     def project(
         self,
@@ -253,9 +299,10 @@ class EngramV41:
         first_slot: given when slots are first_slot, first_slot + 1, ...
         """
         self.require_tokens(num_tokens)
-        if not self._serves_gemm(num_tokens):
+        kernel = self.kernel_of(layer_index, num_tokens)
+        if kernel != CUBLASLT:
             params = self.project_params(num_tokens, stream, slots=slots)
-            self.project_chain(layer_index, params)
+            self.project_with(kernel, layer_index, params)
             return
         to = self._kv_workspace.address
         if first_slot is not None:
@@ -331,9 +378,6 @@ class EngramV41:
             stream=stream.handle,
         )
         self.native.read_kv(byref(params))
-
-    def _serves_gemm(self, num_tokens: int) -> bool:
-        return bool(self._gemm) and CHAIN_TOKENS < num_tokens <= self._largest_gemm
 
     def _require_row_count(self, num_rows: int) -> None:
         most = self.max_tokens * self.geometry.n_hash_cols

@@ -17,7 +17,7 @@ from typing import Any
 
 from engram_core.errors import BadTensor, CheckpointError, EngramError, Internal
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_NGRAM = 8
 MAX_HASH_COLS = 64
 INLINE_TOKENS = 64
@@ -126,6 +126,23 @@ class Project(Structure):
     )
 
 
+class Arrange(Structure):
+    """engram_arrange_params."""
+
+    _fields_ = (
+        ("format", i32),
+        ("out_features", i64),
+        ("in_features", i64),
+        *((name, c_void_p) for name in ("codes", "scales", "arranged", "is_exotic", "stream")),
+    )
+
+
+class ProjectStored(Structure):
+    """engram_project_stored_params. project.wkv: what `arrange` wrote"""
+
+    _fields_ = (("project", Project), ("format", i32))
+
+
 class Scatter(Structure):
     """engram_scatter_params."""
 
@@ -205,6 +222,8 @@ _PARAMS = {
     "gather": Gather,
     "dequantize": Dequantize,
     "project_chain": Project,
+    "arrange": Arrange,
+    "project_stored": ProjectStored,
     "scatter_kv": Scatter,
     "gate": Gate,
     "gate_host": GateHost,
@@ -260,6 +279,8 @@ class Native:
         self._library.engram_architectures.restype = c_char_p
         self._library.engram_row_bytes.restype = i64
         self._library.engram_row_bytes.argtypes = (i32, i64)
+        self._library.engram_arranged_bytes.restype = i64
+        self._library.engram_arranged_bytes.argtypes = (i32, i64, i64)
         self._library.engram_gemm_version.restype = i64
         self._library.engram_gemm_version.argtypes = (c_void_p,)
         version = self._library.engram_abi_version()
@@ -285,6 +306,10 @@ class Native:
     def row_bytes(self, format_id: int, row_values: int) -> int:
         """Bytes of a stored row, -1 if there is no such row."""
         return int(self._library.engram_row_bytes(format_id, row_values))
+
+    def arranged_bytes(self, format_id: int, out_features: int, in_features: int) -> int:
+        """Bytes of wkv arranged for the kernels that read it as stored, -1 if they cannot."""
+        return int(self._library.engram_arranged_bytes(format_id, out_features, in_features))
 
     def gemm_version(self, gemm: int) -> int:
         """cublasLt's version number."""

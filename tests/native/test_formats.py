@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from ctypes import c_int32, c_int64, c_void_p
-from pathlib import Path
+from ctypes import c_int32, c_int64
 from typing import Any
 
 import numpy as np
@@ -18,30 +15,14 @@ from engram_core.backends.native import FORMATS, Hash
 from engram_core.geometry import EngramHashTables
 from engram_core.hashing import hash_windows
 from engram_core.quant import QUANT_GROUP, dequantize_fp8_matrix, requantize, row_format, to_bf16
+from tests.native.host_library import address, build_host_library
 
-SOURCE = Path(__file__).parents[2] / "csrc" / "tests" / "formats_host.cc"
 NAMES = sorted(FORMATS)
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("native") / "formats.so"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
-    command = [compiler, *flags, "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.host_row_bytes.restype = c_int64
-    loaded.host_row_bytes.argtypes = (c_int32, c_int64)
-    loaded.host_floor_mod.restype = c_int64
-    loaded.host_floor_mod.argtypes = (c_int64, c_int64)
-    return loaded
-
-
-def address(array: NDArray[Any]) -> c_void_p:
-    return c_void_p(array.ctypes.data)
+    return build_host_library(tmp_path_factory.mktemp("native"))
 
 
 def dequantize(

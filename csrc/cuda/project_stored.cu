@@ -1,0 +1,334 @@
+// The projection over wkv as stored, T <= 64: the chain's bits from a half or a sixth of its bytes.
+//
+//   kv[slot[t], n] = bf16(sum over k of bf16(dequantise(wkv[n, k])) * rows[t, k])
+//
+// One f32 accumulator a value in mma.sync.m16n8k16, k ascending by 16, as in project.cu; only the
+// way of the weights differs. A warp owns kTiles tiles of 16 outputs and all tokens; it reads its
+// weights from end to end, 16 bytes a lane, a stage (256 k) or more ahead, straight into registers
+// (formats/arranged.h), and makes the A registers there. The tokens of a stage go through shared
+// memory once a block: the tiles are dealt evenly to as many blocks as there are multiprocessors,
+// so that the rows cross L2 once a multiprocessor instead of once in 64 outputs.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "../engram.h"
+#include "../formats/arranged.h"
+#include "../status.h"
+#include "dependent.cuh"
+#include "mma.cuh"
+#include "slots.cuh"
+
+namespace engram {
+
+constexpr int kTokenBytes = kStageValues * 2;  // of one token in a stage
+
+struct StoredArgs {
+  const __nv_bfloat16* rows;
+  const uint8_t* wkv;
+  __nv_bfloat16* kv;
+  int64_t num_tokens, in_features, out_features;
+  SlotList list;
+};
+
+// Weights are read once: past L1.
+__device__ __forceinline__ uint4 stream16(const uint8_t* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ uint2 stream8(const uint8_t* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p));
+  return v;
+}
+
+// A lane's view of one tile in E4M3: eight units in flight, each replaced as it is used up.
+struct E4M3Stream {
+  static constexpr int kAhead = 1;
+  const uint8_t* codes;
+  const uint8_t* scales;
+  uint4 unit[kUnits];
+  uint2 stage_scales, next_scales;  // eight units share them with the 32 outputs around
+
+  __device__ __forceinline__ void start(const StoredArgs& args, int64_t tile, int lane) {
+    codes = args.wkv + tile * kTileOutputs * args.in_features + lane * 16;
+    scales = args.wkv + args.out_features * args.in_features + tile / 2 * (args.in_features / 32);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) unit[i] = stream16(codes + i * ArrangedE4M3::kUnitBytes);
+    next_scales = stream8(scales);
+  }
+
+  __device__ __forceinline__ void begin_stage(int, int, bool has_next) {
+    codes += ArrangedE4M3::kStageBytes;
+    scales += kUnits;
+    stage_scales = next_scales;
+    if (has_next) next_scales = stream8(scales);
+  }
+
+  template <int kUnit>
+  __device__ __forceinline__ void decode(uint32_t (&a)[2][4], bool has_next, int) {
+    const uint32_t word = kUnit < 4 ? stage_scales.x : stage_scales.y;
+    const uint32_t factor = ArrangedE4M3::factor((word >> (8 * (kUnit % 4))) & 0xFFu);
+    ArrangedE4M3::decode(unit[kUnit].x, unit[kUnit].y, factor, a[0]);
+    ArrangedE4M3::decode(unit[kUnit].z, unit[kUnit].w, factor, a[1]);
+    if (has_next) unit[kUnit] = stream16(codes + kUnit * ArrangedE4M3::kUnitBytes);
+  }
+};
+
+// The same in Q2_K, kAhead stages ahead of the one in use. Four lanes have the same two outputs:
+// each computes the values of every fourth group, and they exchange them.
+template <int kAheadOf>
+struct Q2KStream {
+  static constexpr int kAhead = kAheadOf;
+  struct Stage {
+    uint4 codes[2];
+    uint2 scales, d;
+  };
+  const uint8_t* stages;
+  Stage now, next[kAhead];
+  ArrangedQ2K::Factors top_factors, bottom_factors;
+  ArrangedQ2K::Values top, bottom;
+
+  __device__ __forceinline__ void start(const StoredArgs& args, int64_t tile, int lane) {
+    stages = args.wkv + tile * (args.in_features / kStageValues) * ArrangedQ2K::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (i < args.in_features / kStageValues) fetch(next[i], lane);
+  }
+
+  __device__ __forceinline__ void begin_stage(int lane, int turn, bool has_next) {
+    now = next[turn];
+    if (has_next) fetch(next[turn], lane);
+    top_factors = ArrangedQ2K::factors(now.d.x);
+    bottom_factors = ArrangedQ2K::factors(now.d.y);
+  }
+
+  template <int kUnit>
+  __device__ __forceinline__ void decode(uint32_t (&a)[2][4], bool, int) {
+    constexpr int kQuarter = kUnit / 2;  // of the stage: four groups, one a lane of four
+    if (kUnit % 2 == 0) {
+      const int shift = kQuarter / 2 * 16;
+      top = ArrangedQ2K::values(now.scales.x >> shift, kQuarter % 2, top_factors);
+      bottom = ArrangedQ2K::values(now.scales.y >> shift, kQuarter % 2, bottom_factors);
+    }
+    const uint4& half = now.codes[kUnit / 4];
+    const uint32_t word = kUnit % 4 == 0   ? half.x
+                          : kUnit % 4 == 1 ? half.y
+                          : kUnit % 4 == 2 ? half.z
+                                           : half.w;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const int owner = kUnit % 2 * 2 + step;
+      ArrangedQ2K::decode(word, step, of_lane(top, owner), of_lane(bottom, owner), a[step]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(Stage& stage, int lane) {
+    stage.codes[0] = stream16(stages + lane * 16);
+    stage.codes[1] = stream16(stages + 512 + lane * 16);
+    stage.scales = stream8(stages + ArrangedQ2K::kScalesAt + lane * 8);
+    stage.d = stream8(stages + ArrangedQ2K::kFactorsAt + lane / 4 * 8);
+    stages += ArrangedQ2K::kStageBytes;
+  }
+
+  __device__ __forceinline__ static ArrangedQ2K::Values of_lane(const ArrangedQ2K::Values& y,
+                                                                int owner) {
+    return {__shfl_sync(0xFFFFFFFFu, y.low, owner, 4), __shfl_sync(0xFFFFFFFFu, y.high, owner, 4)};
+  }
+};
+
+// 16-byte chunk of a token in a stage, swizzled so that ldmatrix is free of bank conflicts.
+__device__ __forceinline__ uint32_t token_chunk(uint32_t stage, int token, int chunk) {
+  return stage + token * kTokenBytes + ((chunk ^ (token & 7)) << 4);
+}
+
+// A warp a token: 512 contiguous bytes. Tokens behind the last are zeros.
+template <int kTokens>
+__device__ __forceinline__ void copy_tokens(const StoredArgs& args, uint32_t stage, int64_t k,
+                                            int warp, int lane) {
+  for (int token = warp; token < kTokens; token += blockDim.x / 32) {
+    const bool is_inside = token < args.num_tokens;
+    const __nv_bfloat16* from = args.rows + (is_inside ? token * args.in_features + k : 0);
+    copy_chunk(token_chunk(stage, token, lane), from + lane * 8, is_inside);
+  }
+}
+
+// 32 of k for the warp's outputs and all tokens.
+template <int kUnit, int kTokens, int kTiles, class Stream>
+__device__ __forceinline__ void multiply_unit(float (&sums)[kTiles][kTokens / 8][4],
+                                              Stream (&streams)[kTiles], uint32_t tokens,
+                                              bool has_next, int lane) {
+  uint32_t a[kTiles][2][4];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+    streams[tile].template decode<kUnit>(a[tile], has_next, lane);
+#pragma unroll
+  for (int n = 0; n < kTokens / 8; ++n) {
+    uint32_t b[4];  // 8 tokens
+    load_matrices(b, token_chunk(tokens, n * 8 + lane % 8, kUnit * 4 + lane / 8));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      multiply(sums[tile][n], a[tile][0], b[0], b[1]);
+      multiply(sums[tile][n], a[tile][1], b[2], b[3]);
+    }
+  }
+}
+
+// Accumulators -> the warp's part of shared memory [token][output] -> 16-byte stores.
+template <int kTokens, int kTiles>
+__device__ __forceinline__ void store_outputs(const StoredArgs& args,
+                                              const float (&sums)[kTiles][kTokens / 8][4],
+                                              __nv_bfloat16* part, int64_t output, int lane) {
+  constexpr int kOutputs = kTiles * kTileOutputs, kPitch = kOutputs + 8;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        part[(n * 8 + lane % 4 * 2 + i % 2) * kPitch + tile * kTileOutputs + lane / 4 + i / 2 * 8] =
+            __float2bfloat16_rn(sums[tile][n][i]);
+  __syncwarp();
+  for (int i = lane; i < kTokens * (kOutputs / 8); i += 32) {
+    const int token = i / (kOutputs / 8), chunk = i % (kOutputs / 8);
+    if (token >= args.num_tokens) break;
+    *reinterpret_cast<uint4*>(args.kv + args.list.slot(token) * args.out_features + output +
+                              chunk * 8) =
+        *reinterpret_cast<const uint4*>(part + token * kPitch + chunk * 8);
+  }
+}
+
+// Tokens of a batch class; stages in shared memory; tiles a warp, and the most warps of a block.
+template <int kTokensOf, int kStagesOf, int kTilesOf, int kWarpsOf>
+struct Class {
+  static constexpr int kTokens = kTokensOf, kStages = kStagesOf, kTiles = kTilesOf;
+  static constexpr int kWarps = kWarpsOf;
+  static constexpr int kStageBytes = kTokens * kTokenBytes;
+  static constexpr int kPartBytes = kTokens * (kTiles * kTileOutputs + 8) * 2;
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes > kWarps* kPartBytes ? kStages * kStageBytes : kWarps * kPartBytes;
+  static_assert(kSharedBytes <= 99 * 1024, "devices of compute capability 12 have 99 KB a block");
+};
+
+template <class Stream, class Class>
+__global__ void __launch_bounds__(Class::kWarps * 32, 1)
+    project_stored_kernel(const __grid_constant__ StoredArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr int kTokens = Class::kTokens, kTiles = Class::kTiles, kStages = Class::kStages;
+  // The compiler does not know that threadIdx.x / 32 is the same all over a warp.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
+  const int lane = threadIdx.x % 32;
+  const int64_t groups = args.out_features / (kTileOutputs * kTiles);
+  const int64_t group = blockIdx.x * groups / gridDim.x + warp;
+  const bool has_work = group < (blockIdx.x + 1) * groups / gridDim.x;
+  const uint32_t base = shared_address(shared);
+  const int num_stages = static_cast<int>(args.in_features / kStageValues);
+
+  auto fetch_tokens = [&](int stage) {
+    if (stage < num_stages)
+      copy_tokens<kTokens>(args, base + stage % kStages * Class::kStageBytes,
+                           static_cast<int64_t>(stage) * kStageValues, warp, lane);
+    asm volatile("cp.async.commit_group;");
+  };
+
+  Stream streams[kTiles];
+  float sums[kTiles][kTokens / 8][4] = {};
+  // The first weights are on their way while the rows are still being gathered.
+  if (has_work)
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      streams[tile].start(args, group * kTiles + tile, lane);
+  await_prerequisites();
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch_tokens(stage);
+  for (int first = 0; first < num_stages; first += Stream::kAhead)
+#pragma unroll
+    for (int turn = 0; turn < Stream::kAhead; ++turn) {
+      const int stage = first + turn;
+      if (stage >= num_stages) break;
+      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
+      __syncthreads();  // the stage is here, and everybody is done with the one refilled next
+      fetch_tokens(stage + kStages - 1);
+      if (!has_work) continue;
+      const uint32_t tokens = base + stage % kStages * Class::kStageBytes;
+      const bool has_next = stage + Stream::kAhead < num_stages;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) streams[tile].begin_stage(lane, turn, has_next);
+      multiply_unit<0, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<1, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<2, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<3, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<4, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<5, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<6, kTokens>(sums, streams, tokens, has_next, lane);
+      multiply_unit<7, kTokens>(sums, streams, tokens, has_next, lane);
+    }
+  asm volatile("cp.async.wait_group 0;");
+  __syncthreads();
+  if (has_work)
+    store_outputs<kTokens, kTiles>(
+        args, sums, reinterpret_cast<__nv_bfloat16*>(shared + warp * Class::kPartBytes),
+        group * kTiles * kTileOutputs, lane);
+}
+
+template <class Stream, class Class>
+engram_status launch_stored(const StoredArgs& args, cudaStream_t stream) {
+  const auto kernel = project_stored_kernel<Stream, Class>;
+  ENGRAM_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   Class::kSharedBytes));
+  int device = 0, num_sms = 0;
+  ENGRAM_CUDA(cudaGetDevice(&device));
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  // Every block gets floor or ceil of its share of the groups, at most kWarps.
+  const int64_t groups = args.out_features / (kTileOutputs * Class::kTiles);
+  const int64_t in_one_go = static_cast<int64_t>(num_sms) * Class::kWarps;
+  const int64_t wanted = (groups + in_one_go - 1) / in_one_go * num_sms;
+  const int64_t blocks = wanted < groups ? wanted : groups;
+  const int64_t warps = (groups + blocks - 1) / blocks;
+  ENGRAM_CUDA(launch_dependent(kernel, static_cast<unsigned>(blocks),
+                               static_cast<unsigned>(warps * 32), Class::kSharedBytes, stream,
+                               args));
+  return ENGRAM_OK;
+}
+
+// A warp with two tiles reads each token from shared memory once for both: from 32 tokens on.
+template <class Few, class Many>
+engram_status launch_class(const StoredArgs& args, cudaStream_t stream) {
+  if (args.num_tokens <= 8) return launch_stored<Few, Class<8, 4, 1, 16>>(args, stream);
+  if (args.num_tokens <= 16) return launch_stored<Few, Class<16, 4, 1, 16>>(args, stream);
+  if (args.num_tokens <= 32) return launch_stored<Many, Class<32, 4, 2, 8>>(args, stream);
+  return launch_stored<Many, Class<64, 3, 2, 8>>(args, stream);
+}
+
+}  // namespace engram
+
+engram_status engram_project_stored(const engram_project_stored_params* params) {
+  using namespace engram;
+  const engram_project_params& project = params->project;
+  ENGRAM_REQUIRE(arranged_bytes(params->format, project.out_features, project.in_features) > 0,
+                 "project_stored: expected Q2_K or E4M3_E8M0_32, outputs in multiples of 32 and "
+                 "inputs of 256, got format %d, %lld x %lld",
+                 params->format, static_cast<long long>(project.out_features),
+                 static_cast<long long>(project.in_features));
+  ENGRAM_REQUIRE(project.num_tokens >= 0 && project.num_tokens <= ENGRAM_INLINE_TOKENS,
+                 "project_stored: expected num_tokens 0..%d, got %lld", ENGRAM_INLINE_TOKENS,
+                 static_cast<long long>(project.num_tokens));
+  if (project.num_tokens == 0) return ENGRAM_OK;
+  StoredArgs args{};
+  args.rows = static_cast<const __nv_bfloat16*>(project.rows);
+  args.wkv = static_cast<const uint8_t*>(project.wkv);
+  args.kv = static_cast<__nv_bfloat16*>(project.kv);
+  args.num_tokens = project.num_tokens;
+  args.in_features = project.in_features;
+  args.out_features = project.out_features;
+  fill_slot_list(args.list, project.slots, nullptr, project.num_tokens);
+  const cudaStream_t stream = static_cast<cudaStream_t>(project.stream);
+  if (params->format == ENGRAM_Q2_K) return launch_class<Q2KStream<2>, Q2KStream<1>>(args, stream);
+  return launch_class<E4M3Stream, E4M3Stream>(args, stream);
+}

@@ -1,0 +1,205 @@
+// wkv as stored, its bytes in the order in which mma.sync.m16n8k16 takes them, and the way from a
+// lane's bytes to its registers. Arranging loses nothing and adds nothing: the same bytes.
+//
+// A tile is 16 outputs, a stage 256 of k. Value v of lane l in a step of 16 k:
+//   output l / 4 + 8 * (v / 2 % 2), k = l % 4 * 2 + v % 2 + 8 * (v / 4): register v / 2, low half
+// first. A warp reads its tile from end to end, 16 bytes a lane.
+//
+// E4M3:  [tile][unit of 32 k][lane][16 bytes], then the scales as they were, [n / 32][k / 32].
+// Q2_K:  [tile][stage] of 1344 bytes: codes [2][lane][16], scales [lane][8], d and dmin [l / 4][8].
+#pragma once
+
+#include "q2_k.h"
+#include "scalar.h"
+
+namespace engram {
+
+constexpr int kTileOutputs = 16, kStageValues = 256, kUnitValues = 32;
+constexpr int kUnits = kStageValues / kUnitValues;  // of 32 k a stage, two steps of 16 each
+
+struct FragmentPlace {
+  int output, k;
+};
+
+ENGRAM_HD FragmentPlace fragment_place(int lane, int value) {
+  return {lane / 4 + 8 * (value / 2 % 2), lane % 4 * 2 + value % 2 + 8 * (value / 4)};
+}
+
+// Byte i of the result is the byte of high:low that nibble i of the selector names (0..7 each; not
+// __byte_perm, which masks them first: an instruction a register).
+ENGRAM_HD uint32_t byte_permute(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+#else
+  const uint64_t bytes = (static_cast<uint64_t>(high) << 32) | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<uint32_t>((bytes >> (8 * ((selector >> (4 * i)) & 7u))) & 0xFFu)
+              << (8 * i);
+  return result;
+#endif
+}
+
+// Both halves times both halves, rounded once to nearest even, subnormals kept.
+ENGRAM_HD uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t product;  // there is no mul.bf16x2 before 9.0; adding -0 changes no product
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+#else
+  const auto half = [](uint32_t x, uint32_t y) {
+    return static_cast<uint32_t>(float_to_bf16(
+        mul(bf16_to_float(static_cast<uint16_t>(x)), bf16_to_float(static_cast<uint16_t>(y)))));
+  };
+  return half(a & 0xFFFFu, b & 0xFFFFu) | (half(a >> 16, b >> 16) << 16);
+#endif
+}
+
+ENGRAM_HD uint32_t pack_bf16x2(float low, float high) {
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return float_to_bf16(low) | (static_cast<uint32_t>(float_to_bf16(high)) << 16);
+#endif
+}
+
+struct ArrangedE4M3 {
+  static constexpr int kUnitBytes = kTileOutputs * kUnitValues;
+  static constexpr int kStageBytes = kUnits * kUnitBytes;
+  static constexpr uint32_t kLargestScale = 134;  // 2^7
+
+  // The bf16 whose exponent and mantissa end in a code's seven bits is the code's value times
+  // 2^-120, subnormal or not. So one product, by 2^(scale - 127 + 120), gives what rounding the
+  // dequantised value once to bf16 gives. It does not for NaN codes, nor for factors beyond bf16:
+  // weights that hold such are not served from here (see is_plain).
+  ENGRAM_HD static bool is_plain(uint32_t code) { return (code & 0x7Fu) != 0x7Fu; }
+  ENGRAM_HD static bool is_plain_scale(uint32_t scale) { return scale <= kLargestScale; }
+  ENGRAM_HD static uint32_t factor(uint32_t scale) { return (scale + 120u) * 0x00800080u; }
+
+  // Bytes 1 and 3, then bytes 0 and 2.
+  ENGRAM_HD static void decode_word(uint32_t word, uint32_t factor, uint32_t& odd, uint32_t& even) {
+    odd = mul_bf16x2(((word >> 4) & 0x07F007F0u) | (word & 0x80008000u), factor);
+    even = mul_bf16x2(((word << 4) & 0x07F007F0u) | ((word << 8) & 0x80008000u), factor);
+  }
+
+  // Eight codes of a lane -> the A registers of one step.
+  ENGRAM_HD static void decode(uint32_t low, uint32_t high, uint32_t factor, uint32_t (&a)[4]) {
+    decode_word(low, factor, a[0], a[1]);
+    decode_word(high, factor, a[2], a[3]);
+  }
+
+  // Where in the tile's unit byte `byte` of a lane's 16 comes from.
+  ENGRAM_HD static FragmentPlace place_of_byte(int lane, int byte) {
+    const int in_word = byte % 4;  // odd bytes: the register of output l / 4
+    const int v = byte / 4 % 2 * 4 + (1 - in_word % 2) * 2 + in_word / 2;
+    const FragmentPlace place = fragment_place(lane, v);
+    return {place.output, byte / 8 * 16 + place.k};
+  }
+};
+
+struct ArrangedQ2K {
+  static constexpr int kStageBytes = kTileOutputs * Q2K::kBlockBytes;
+  static constexpr int kScalesAt = 1024, kFactorsAt = 1280;
+
+  // d and dmin of one output, times the powers of two that nibble() leaves out.
+  struct Factors {
+    float d[2], dmin[2];  // for nibbles at bits 0 and 8; at bits 4 and 12
+  };
+
+  ENGRAM_HD static Factors factors(uint32_t d_dmin) {
+    const float d = half_to_float(static_cast<uint16_t>(d_dmin));
+    const float dmin = half_to_float(static_cast<uint16_t>(d_dmin >> 16));
+    return {{mul(d, 0x1p49f), mul(d, 0x1p41f)}, {mul(dmin, 0x1p45f), mul(dmin, 0x1p37f)}};
+  }
+
+  // The nibble at bit `at` of a word, times 2^(at - 49). Bits below 2^24 read as a float are that
+  // integer times 2^-149 (a subnormal): no conversion, and one instruction to cut it out.
+  ENGRAM_HD static float nibble(uint32_t word, int at) {
+    return mul(bits_to_float(word & (15u << at)), 0x1p100f);
+  }
+
+  struct Values {
+    uint32_t low, high;  // bf16 of codes 0 and 1, of 2 and 3
+  };
+
+  // The four values of a group whose scale byte is the low (part 0) or second (part 1) of `word`.
+  // scale * code has 17 significant bits at most: exact, so the fused form rounds where
+  // quant.py's product and difference round, once, signs of zero included.
+  ENGRAM_HD static Values values(uint32_t word, int part, const Factors& f) {
+    const float scale = mul(nibble(word, 8 * part), f.d[part]);
+    const float min = mul(nibble(word, 8 * part + 4), f.dmin[part]);
+    return {pack_bf16x2(fused(scale, 0.0f, min), fused(scale, 1.0f, min)),
+            pack_bf16x2(fused(scale, 2.0f, min), fused(scale, 3.0f, min))};
+  }
+
+  // Chunk c of a word (step c / 2, outputs of half c % 2): its codes are bits 2c and 2c + 1 of
+  // every byte. Bytes 0 and 1 make the register of k < 8, bytes 2 and 3 that of k >= 8.
+  ENGRAM_HD static void select(uint32_t word, int chunk, const Values& y, uint32_t& first,
+                               uint32_t& second) {
+    // byte c * 0x22 + 0x10 of a selector names bytes 2c and 2c + 1 of the eight that hold them
+    const uint32_t selectors = ((word >> (2 * chunk)) & 0x03030303u) * 0x22u + 0x10101010u;
+    first = byte_permute(y.low, y.high, selectors);
+    second = byte_permute(y.low, y.high, selectors >> 16);
+  }
+
+  // The A registers of step 0 or 1 of a word; top and bottom: values of outputs l / 4, l / 4 + 8.
+  ENGRAM_HD static void decode(uint32_t word, int step, const Values& top, const Values& bottom,
+                               uint32_t (&a)[4]) {
+    select(word, step * 2, top, a[0], a[2]);
+    select(word, step * 2 + 1, bottom, a[1], a[3]);
+  }
+
+  // A lane's share of one stage. rows: the tile's first quant block of the stage.
+  ENGRAM_HD static void arrange(const uint8_t* rows, int64_t stride, int lane, uint8_t* to) {
+    for (int word = 0; word < 8; ++word)
+      for (int byte = 0; byte < 4; ++byte) {
+        uint32_t bits = 0;
+        for (int chunk = 0; chunk < 4; ++chunk) {
+          const int v = byte / 2 * 4 + chunk % 2 * 2 + byte % 2;
+          const FragmentPlace place = fragment_place(lane, v);
+          const int k = word * 32 + chunk / 2 * 16 + place.k;
+          const uint8_t* block = rows + place.output * stride;
+          const uint32_t code = (block[16 + k / 128 * 32 + k % 32] >> (2 * (k % 128 / 32))) & 3u;
+          bits |= code << (2 * chunk);
+        }
+        to[word / 4 * 512 + lane * 16 + word % 4 * 4 + byte] = static_cast<uint8_t>(bits);
+      }
+    const uint8_t* top = rows + lane / 4 * stride;
+    const uint8_t* bottom = top + 8 * stride;
+    for (int i = 0; i < 4; ++i) {
+      to[kScalesAt + lane * 8 + i] = top[i * 4 + lane % 4];
+      to[kScalesAt + lane * 8 + 4 + i] = bottom[i * 4 + lane % 4];
+    }
+    if (lane % 4 == 0)
+      for (int i = 0; i < 4; ++i) {
+        to[kFactorsAt + lane * 2 + i] = top[80 + i];
+        to[kFactorsAt + lane * 2 + 4 + i] = bottom[80 + i];
+      }
+  }
+
+ private:
+  ENGRAM_HD static float fused(float scale, float code, float min) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(scale, code, -min);
+#else
+    return __builtin_fmaf(scale, code, -min);
+#endif
+  }
+};
+
+// Bytes of wkv arranged; -1 where this format or these sizes are not.
+inline int64_t arranged_bytes(int32_t format, int64_t out_features, int64_t in_features) {
+  const bool is_fp8 = format == 1000 /* ENGRAM_E4M3_E8M0_32 */;
+  const bool is_q2k = format == 10 /* ENGRAM_Q2_K */;
+  if (out_features <= 0 || in_features <= 0 || in_features % kStageValues != 0) return -1;
+  if (is_fp8 && out_features % 32 == 0) return out_features * in_features / 1024 * 1025;
+  if (is_q2k && out_features % 32 == 0)
+    return out_features * (in_features / Q2K::kBlockValues) * Q2K::kBlockBytes;
+  return -1;
+}
+
+}  // namespace engram
