@@ -14,7 +14,7 @@ import torch
 from engram_core.backends.base import Backend
 from engram_core.engine_types import EPOCH_OPENED, EngineLimits, Output, StepAnswer, StepRequest
 from engram_core.fence import Asked
-from engram_core.jobs import Job, Read, settle
+from engram_core.jobs import Job, Read
 from engram_core.pages import Ints
 from engram_core.requests import check_step
 from engram_core.scheduler import Scheduler
@@ -78,8 +78,8 @@ class Dispatcher:
         tensors = self._allocate(request, layers, num_tokens)
         return Step(tenant, request, layers, tensors, begun_s, Future())
 
-    def submit(self, step: Step, read: Read, state: State) -> None:
-        """Hand a read to the scheduler. Without tokens, or output, it is answered here and now.
+    def submit(self, step: Step, read: Read, state: State) -> StepAnswer | None:
+        """Hand a read to the scheduler, or return the answer of one without tokens or output.
 
         Raises: Internal, Draining.
         """
@@ -88,8 +88,7 @@ class Dispatcher:
         result = StepAnswer(state.length, state.base, state.epoch, read.dead, named)
         result.stages["check"] = time.perf_counter() - step.begun_s
         if request.output is Output.NONE or not len(read):
-            settle(step.answer, result)
-            return
+            return result
         self._scheduler.submit(
             Job(
                 tenant=self._number(step.tenant),
@@ -103,6 +102,7 @@ class Dispatcher:
                 answer=step.answer,
             )
         )
+        return None
 
     def work_ahead(
         self, tenant: str, client: Hashable, layers: tuple[int, ...], read: Read, *, longest: int

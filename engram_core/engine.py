@@ -251,7 +251,7 @@ class Engine:
         with self._lock:
             self._is_closed = True
             self._steps.refuse_waits(self._scheduler.refusal())
-        self._steps.tell_refused()
+        self._steps.tell()
         self._timer.close()
         self._scheduler.close()
 
@@ -263,20 +263,20 @@ class Engine:
 
     @contextmanager
     def _control(self) -> Iterator[None]:
-        """Hold the lock of an engine that is open, then tell the waits that ended meanwhile."""
+        """Hold the lock of an engine that is open, then tell what was answered meanwhile."""
         try:
             with self._lock:
                 if self._is_closed or self._scheduler.failure is not None:
                     raise self._scheduler.refusal()
                 yield
         finally:
-            self._steps.tell_refused()
+            self._steps.tell()
 
     def _end_waits(self) -> None:
         with self._lock:
             self._steps.end_waits()
             self._timer.set(self._steps.waiting.next_deadline_s())
-        self._steps.tell_refused()
+        self._steps.tell()
 
     def _forgotten(self, count: str, names: list[tuple[str, int]]) -> int:
         """Count closed sessions, and refuse the reads that wait for them."""

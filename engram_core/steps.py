@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.dispatch import Dispatcher, State, Step
-from engram_core.engine_types import EngineLimits, Output
+from engram_core.engine_types import EngineLimits, Output, StepAnswer
 from engram_core.errors import EngramError, NotPushed, StepRefused
 from engram_core.fence import Asked
 from engram_core.geometry import EngramHashTables
@@ -25,7 +25,7 @@ from engram_core.waiting import Wait, WaitingReads
 class Steps:
     """What pushes and reads do to the session pool, and what of it goes to the scheduler.
 
-    The engine's lock guards everything but `tell_refused`.
+    The engine's lock guards everything but `tell`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Steps:
         self._tables = tables
         self._ahead_tokens = limits.ahead_tokens
         self._clock = clock
-        self._refused: deque[tuple[Step, EngramError]] = deque()
+        self._outcomes: deque[tuple[Step, StepAnswer | EngramError]] = deque()
 
     def push(self, tenant: str, asked: Asked, ids: NDArray[np.int32], *, truncate: bool) -> Pushed:
         """Push to S sessions, then try the reads that wait for them. ids: int32 [T]."""
@@ -80,7 +80,7 @@ class Steps:
                 step.tenant, request.client, step.layers, read, longest=longest
             )
         none = np.full(len(request.segments.count), -1, dtype=np.int64)
-        self._dispatch.submit(step, read, State(none, none, none))
+        self._submit(step, read, State(none, none, none))
 
     def step_push(self, step: Step, ids: NDArray[np.int32]) -> None:
         """Push, then read what was pushed. ids: int32 [T]."""
@@ -92,7 +92,7 @@ class Steps:
                 self.work_ahead(step.tenant, request.client, step.layers, asked, pushed)
         else:
             read = self._history(pushed.rows, asked)
-        self._dispatch.submit(step, read, State(pushed.length, pushed.base, pushed.epoch))
+        self._submit(step, read, State(pushed.length, pushed.base, pushed.epoch))
 
     def step_read(self, step: Step) -> None:
         """Read what is held, or wait for it if it may still come.
@@ -120,16 +120,16 @@ class Steps:
 
     def refuse_waits(self, error: EngramError) -> None:
         """Refuse every read that waits."""
-        self._refused += ((wait.step, error) for wait in self.waiting.clear())
+        self._outcomes += ((wait.step, error) for wait in self.waiting.clear())
 
-    def tell_refused(self) -> None:
-        """Resolve refused waits. Not under the lock: callbacks of their futures run here."""
-        while self._refused:
+    def tell(self) -> None:
+        """Resolve what needs no batch. Not under the lock: callbacks of futures run here."""
+        while self._outcomes:
             try:
-                step, error = self._refused.popleft()
+                step, outcome = self._outcomes.popleft()
             except IndexError:  # another thread tells the last one
                 return
-            settle(step.answer, error)
+            settle(step.answer, outcome)
 
     def _retry(self, wait: Wait, *, is_over: bool = False) -> None:
         try:
@@ -139,7 +139,7 @@ class Steps:
         except EngramError as closed:
             failing, error = [], closed
         if error is not None:
-            self._refused.append((wait.step, error))
+            self._outcomes.append((wait.step, error))
         if error is not None or not failing:
             self.waiting.remove(wait)
 
@@ -151,8 +151,13 @@ class Steps:
         if not failing:
             fence = found.fence
             state = State(fence.length, fence.base, fence.epoch)
-            self._dispatch.submit(step, self._history(found.rows, asked), state)
+            self._submit(step, self._history(found.rows, asked), state)
         return failing
+
+    def _submit(self, step: Step, read: Read, state: State) -> None:
+        answered = self._dispatch.submit(step, read, state)
+        if answered is not None:
+            self._outcomes.append((step, answered))
 
     def _history(self, rows: Ints, asked: Asked) -> Read:
         return read_history(self._pool.windows(rows, asked.position, asked.count), self._tables)

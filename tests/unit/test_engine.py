@@ -469,10 +469,22 @@ def test_read_waits_for_ids(bench: Bench) -> None:
     assert bench.engine.counters["waiting"] == 0
 
 
+def test_who_is_told_the_end_of_a_wait_may_call_the_engine(bench: Bench) -> None:
+    """A wait for ids that reads nothing is answered by the push itself."""
+    bench.open(1)
+    early = bench.begin(of((1, 0, 1)), Output.NONE, wait_ms=1000)
+    told = []
+    early.add_done_callback(lambda _: told.append(bench.engine._lock.locked()))
+    bench.push(1, 0, [5])
+    assert early.result(30).length.tolist() == [1]
+    assert told == [False]
+
+
 def test_read_waits_for_a_greater_epoch(bench: Bench) -> None:
     epoch = bench.open(1, [5, 7, 9, 8])
     segments = of((1, 3, 1), epoch=[epoch + 1])
-    refused(errors.NotPushed, lambda: bench.step(segments))
+    error = refused(errors.NotPushed, lambda: bench.step(segments))
+    assert (error.expected, error.got) == (epoch, epoch + 1)
     early = bench.begin(segments, Output.HASH_IDS, wait_ms=1000)
     bench.step(of((1, 3, 1), token_ids=[11]), Output.NONE, truncate=True)
     assert early.result(30).tensors[1].tolist() == [ROWS[3]]
