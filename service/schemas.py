@@ -84,9 +84,10 @@ class PushTokens(_Taken):
     """Token ids for the positions from `position` on."""
 
     position: Position
-    token_ids: list[Int64]
+    # One fault is told: to look for all holds the event loop for most of a second.
+    token_ids: list[Int64] = Field(fail_fast=True)
     mask: list[bool] | None = Field(
-        default=None, description="false = dead: the id there is not read"
+        default=None, fail_fast=True, description="false = dead: the id there is not read"
     )
     epoch: Epoch | None = None
     on_conflict: Literal["truncate"] | None = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engram_core.errors import BadRequest, SchemaError
 from service import strict
@@ -103,8 +104,9 @@ def test_push_document_that_is_not_as_described_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("session_id", [7, "0", "-1", "07", "+7", "9223372036854775808", "7\n"])
 def test_session_id_is_a_decimal_string_of_an_int64(session_id: Any) -> None:
-    with pytest.raises(SchemaError):
+    with pytest.raises(SchemaError) as caught:
         strict.parse_model(OpenSession, {"session_id": session_id})
+    assert str(caught.value.expected).startswith(("a session id is", "Input should"))
 
 
 def test_refusal_of_a_document_names_the_place() -> None:
@@ -116,3 +118,12 @@ def test_open_document_becomes_the_engines() -> None:
     document = strict.parse_model(OpenSession, {"session_id": "7", "lookback": [1, None]})
     assert document.request().session_id == 7
     assert document.request().lookback == (1, None)
+
+
+@pytest.mark.parametrize("field", ["token_ids", "mask"])
+def test_first_fault_of_a_long_list_is_enough(field: str) -> None:
+    """A body has room for 200,000 of them, and its check runs on the event loop."""
+    document = {"position": 0, "token_ids": [1], field: ["x"] * 3}
+    with pytest.raises(ValidationError) as caught:
+        PushTokens.model_validate(document)
+    assert caught.value.error_count() == 1
