@@ -420,7 +420,7 @@ def main() -> None:
             barely_echoing(folder / "b") as bare,
             echoing(folder / "e", "fastapi") as plain,
         ):
-            found = {
+            found: dict[str, Any] = {
                 "latency": latency(served, bare, text, rounds),
                 "ways": ways(served, plain, text, rounds // 4),
                 "concurrency": [concurrency(served, text, n, seconds) for n in (1, 4, 16)],

@@ -46,6 +46,19 @@ class Served:
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
+    def rss_bytes(self) -> int:
+        """Resident memory now."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def num_descriptors(self) -> int:
+        """Open descriptors now."""
+        return len(os.listdir(f"/proc/{self._process.pid}/fd"))
+
+    def num_threads(self) -> int:
+        """Threads now."""
+        return len(os.listdir(f"/proc/{self._process.pid}/task"))
+
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(60)
@@ -61,10 +74,18 @@ class Counters:
         self._last: dict[str, float] = {}
         self.look()
 
+    def gauge(self, name: str) -> float:
+        """The present value of a metric without labels."""
+        return float(re.findall(rf"^engram_{name} (\S+)$", self._text(), re.M)[0])
+
+    def _text(self) -> str:
+        with urllib.request.urlopen(f"{self._served.urls['tcp']}/metrics") as answer:
+            text: str = answer.read().decode()
+        return text
+
     def look(self) -> dict[str, float]:
         """What was added, by name; `cpu_s`: of the process."""
-        with urllib.request.urlopen(f"{self._served.urls['tcp']}/metrics") as answer:
-            text = answer.read().decode()
+        text = self._text()
         now = {
             name: sum(map(float, re.findall(rf"^engram_{name}_total (\S+)$", text, re.M)))
             for name in self.NAMES

@@ -15,9 +15,9 @@ from engram_core.errors import EngramError
 from engram_core.jobs import Job, Piece
 from engram_core.queues import Queue
 
-NICENESS = 5
-"""Of a lane that shares its cores with a thread that answers: a third of its weight, and pre-empted
-when that one wakes."""
+NICENESS = 2
+"""Of a lane that shares its cores with a thread that answers: two thirds of its weight; more would
+starve it where that thread refuses a flood (docs/notes/fast_path.md)."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Desk:
             return KEYLESS
         return access.identify(scope["headers"], over_unix_socket=over_unix_socket)
 
-    def refusal(self, call: Call, error: Exception) -> tuple[str, EngramError]:
+    def refusal(self, call: Call, error: BaseException) -> tuple[str, EngramError]:
         """Return the code and what the client is told; a fault is logged and told as such."""
         refusal = error if isinstance(error, EngramError) else problems.SECRET_FAULT
         code = problems.code_of(refusal)

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engram_client import wire
 from engram_core.engine_types import StepAnswer
-from engram_core.errors import EngramError, StepRefused
+from engram_core.errors import StepRefused
 from service import bodies, operations, problems
 from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call, check
@@ -66,10 +66,21 @@ class Head:
     keep_alive: bool
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """How an error is told. Not the error: its traceback would keep the bytes that came with it."""
+
+    code: str
+    status: int
+    headers: Headers
+    body: bytes
+
+
 class FastPath:
     """Decides which requests go this way; one for an app."""
 
     def __init__(self, state: ServiceState, desk: Desk) -> None:
+        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))  # for bodies that nobody reads
         self._state = state
         self._desk = desk
 
@@ -91,7 +102,7 @@ class FastPath:
             "server": head.server,
         }
         call = Call(self._state, Inbox(scope, _never), request_id(head.headers))
-        read: TensorRead | Exception
+        read: TensorRead | Refusal
         try:
             call.key = self._desk.identify(scope)
             check(call, operation, scope)
@@ -102,7 +113,7 @@ class FastPath:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()
                 return None  # told the ordinary way, which reads the body first
-            read = error
+            read = self.refusal(call, error)
         line.tenant = call.key.name if call.key else line.tenant
         self._state.enter()
         return Exchange(self, head, line, call, read)
@@ -113,9 +124,10 @@ class FastPath:
         self._state.leave()
         self._desk.record(call, code, status, headers)
 
-    def refusal(self, call: Call, error: Exception) -> tuple[str, EngramError]:
-        """Return the code and what the client is told (see `Desk.refusal`)."""
-        return self._desk.refusal(call, error)
+    def refusal(self, call: Call, error: BaseException) -> Refusal:
+        """Return what the client is told."""
+        code, refusal = self._desk.refusal(call, error)
+        return Refusal(code, *problems.encode(refusal))
 
 
 def _route(head: Head) -> tuple[Operation, dict[str, str], bytes] | None:
@@ -161,7 +173,7 @@ class Exchange:
     disconnected = False
 
     def __init__(
-        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead | Exception
+        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead | Refusal
     ) -> None:
         self.keep_alive = head.keep_alive
         self.response_complete = False
@@ -169,8 +181,8 @@ class Exchange:
         self._headers = head.headers
         self._expects_continue = call.inbox.expects_continue
         self._length, self._end = call.inbox.length or 0, 0
-        is_refused = isinstance(read, Exception)
-        self._buffer = np.empty(_SCRATCH_BYTES if is_refused else self._length, np.uint8).data
+        is_refused = isinstance(read, Refusal)
+        self._buffer = path.scratch if is_refused else np.empty(self._length, np.uint8).data
         self._begun = time.perf_counter()
         self._timer: asyncio.TimerHandle | None = None
         self._future: Future[StepAnswer] | None = None
@@ -187,14 +199,14 @@ class Exchange:
     def feed(self, data: bytes) -> None:
         """Take bytes of the body that came with the head."""
         end = self._end + len(data)
-        if not isinstance(self._read, Exception):
+        if not isinstance(self._read, Refusal):
             self._buffer[self._end : end] = data
         self._end = end
 
     def await_body(self) -> None:
         """Ask for the rest of the body, if the client waits to be asked, and watch its pace."""
-        if isinstance(self._read, Exception):
-            self._refuse(self._read)
+        if isinstance(self._read, Refusal):
+            self._tell(self._read)
             return
         if self._expects_continue:
             self._line.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -230,8 +242,8 @@ class Exchange:
     def work(self) -> None:
         """Ask the engine: the body is there."""
         self._unwatch()
-        if isinstance(self._read, Exception):
-            self._refuse(self._read)
+        if isinstance(self._read, Refusal):
+            self._tell(self._read)
             return
         call = self._call
         call.inbox.num_bytes = self._end
@@ -257,13 +269,17 @@ class Exchange:
     def _finish(self, future: Future[StepAnswer]) -> None:
         if self.response_complete:
             return
-        assert not isinstance(self._read, Exception)
+        assert not isinstance(self._read, Refusal)
+        # Asked for, not raised: a traceback through here would keep the body until a collection.
+        if (error := future.exception()) is not None:
+            self._refuse(error)
+            return
         try:
             answer = future.result()
             self._call.stages.update(answer.stages)
             told, buffers = self._read.answer(answer)
-        except Exception as error:
-            self._refuse(error)
+        except Exception as fault:
+            self._refuse(fault)
             return
         headers = [(b"content-type", wire.TENSOR_MEDIA.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in told.items()]
@@ -272,20 +288,21 @@ class Exchange:
         self._call.sent_bytes = num_bytes
         self._send(200, headers, buffers, "ok")
 
-    def _refuse(self, error: Exception) -> None:
-        if isinstance(error, StepRefused) and not isinstance(self._read, Exception):
+    def _refuse(self, error: BaseException) -> None:
+        if isinstance(error, StepRefused) and not isinstance(self._read, Refusal):
             error = self._read.refusal(error)
-        code, refusal = self._path.refusal(self._call, error)
-        status, headers, body = problems.encode(refusal)
-        unread = self.more_body
+        self._tell(self._path.refusal(self._call, error))
+
+    def _tell(self, refusal: Refusal) -> None:
+        headers, unread = [*refusal.headers], self.more_body
         if unread:
             self.keep_alive = False
             headers.append((b"connection", b"close"))
-        self._send(status, headers, [body], code)
+        self._send(refusal.status, headers, [refusal.body], refusal.code)
         if unread:
             # Read on for a moment: a client that writes its whole body first hears us.
-            self._buffer = memoryview(bytearray(_SCRATCH_BYTES))
-            self._line.loop.call_later(bodies.READ_ON_S, self._line.transport.close)
+            self._buffer = self._path.scratch
+            self._watch(bodies.READ_ON_S, self._line.transport.close)
 
     def _send(self, status: int, headers: Headers, buffers: list[Buffer], code: str) -> None:
         """Write an answer, and end with it or once the client has taken it."""
@@ -314,15 +331,18 @@ class Exchange:
 
     def gone(self) -> None:
         """The connection is no more."""
+        self._unwatch()
         if self.response_complete:
             return
+        future = self._future
         self._done(GONE)
-        if self._future is not None:
-            self._future.cancel()
+        if future is not None:
+            future.cancel()
 
     def _done(self, code: str) -> None:
         self._unwatch()
         self.response_complete = True
+        self._future, self._buffer = None, self._path.scratch
         self._line.finished(self)
         self._path.end(self._call, code, self._status, self._headers)
 

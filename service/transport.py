@@ -174,11 +174,11 @@ class Connection(HttpToolsProtocol):
 
     def finished(self, exchange: Exchange) -> None:
         """Go on after an exchange."""
+        if exchange.more_body:
+            return  # its refusal is written; the connection ends once the peer has heard it
         self._exchange = None
         if self.cycle is exchange:
             self.cycle = None  # its buffer is not kept while the connection is idle
-        if exchange.more_body:
-            return  # its refusal is written; the connection ends once the peer has heard it
         if not exchange.keep_alive:
             self.transport.close()
         self.on_response_complete()
