@@ -3,11 +3,11 @@
 //   kv[slot[t], n] = bf16(sum over k of bf16(dequantise(wkv[n, k])) * rows[t, k])
 //
 // One f32 accumulator a value in mma.sync.m16n8k16, k ascending by 16, as in project.cu; only the
-// way of the weights differs. A warp owns kTiles tiles of 16 outputs and all tokens; it reads its
-// weights from end to end, 16 bytes a lane, a stage (256 k) or more ahead, straight into registers
-// (formats/arranged.h), and makes the A registers there. The tokens of a stage go through shared
-// memory once a block: the tiles are dealt evenly to as many blocks as there are multiprocessors,
-// so that the rows cross L2 once a multiprocessor instead of once in 64 outputs.
+// way of the weights differs. A warp owns one or two tiles of 16 outputs and all tokens; it reads
+// its weights from end to end, 16 bytes a lane, a stage (256 k) or more ahead, straight into
+// registers (formats/arranged.h), and makes the A registers there. The tokens of a stage go through
+// shared memory once a block: the tiles are dealt evenly to as many blocks as there are
+// multiprocessors, so that the rows cross L2 once a multiprocessor instead of once in 64 outputs.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -98,12 +98,12 @@ struct Q2KStream {
     stages = args.wkv + tile * (args.in_features / kStageValues) * ArrangedQ2K::kStageBytes;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      if (i < args.in_features / kStageValues) fetch(next[i], lane);
+      if (i < args.in_features / kStageValues) fetch(next[i], lane, true);
   }
 
   __device__ __forceinline__ void begin_stage(int lane, int turn, bool has_next) {
     now = next[turn];
-    if (has_next) fetch(next[turn], lane);
+    fetch(next[turn], lane, has_next);
     top_factors = ArrangedQ2K::factors(now.d.x);
     bottom_factors = ArrangedQ2K::factors(now.d.y);
   }
@@ -129,12 +129,14 @@ struct Q2KStream {
   }
 
  private:
-  __device__ __forceinline__ void fetch(Stage& stage, int lane) {
-    stage.codes[0] = stream16(stages + lane * 16);
-    stage.codes[1] = stream16(stages + 512 + lane * 16);
-    stage.scales = stream8(stages + ArrangedQ2K::kScalesAt + lane * 8);
-    stage.d = stream8(stages + ArrangedQ2K::kFactorsAt + lane / 4 * 8);
-    stages += ArrangedQ2K::kStageBytes;
+  // Behind the end the last stage again, and unused: a load under a condition costs register moves.
+  __device__ __forceinline__ void fetch(Stage& stage, int lane, bool is_inside) {
+    const uint8_t* from = is_inside ? stages : stages - ArrangedQ2K::kStageBytes;
+    stage.codes[0] = stream16(from + lane * 16);
+    stage.codes[1] = stream16(from + 512 + lane * 16);
+    stage.scales = stream8(from + ArrangedQ2K::kScalesAt + lane * 8);
+    stage.d = stream8(from + ArrangedQ2K::kFactorsAt + lane / 4 * 8);
+    if (is_inside) stages += ArrangedQ2K::kStageBytes;
   }
 
   __device__ __forceinline__ static ArrangedQ2K::Values of_lane(const ArrangedQ2K::Values& y,
@@ -204,7 +206,7 @@ __device__ __forceinline__ void store_outputs(const StoredArgs& args,
   }
 }
 
-// Tokens of a batch class; stages in shared memory; tiles a warp, and the most warps of a block.
+// Tokens of a batch class; stages in shared memory; the most tiles of a warp and warps of a block.
 template <int kTokensOf, int kStagesOf, int kTilesOf, int kWarpsOf>
 struct Class {
   static constexpr int kTokens = kTokensOf, kStages = kStagesOf, kTiles = kTilesOf;
@@ -216,17 +218,13 @@ struct Class {
   static_assert(kSharedBytes <= 99 * 1024, "devices of compute capability 12 have 99 KB a block");
 };
 
-template <class Stream, class Class>
-__global__ void __launch_bounds__(Class::kWarps * 32, 1)
-    project_stored_kernel(const __grid_constant__ StoredArgs args) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kTokens = Class::kTokens, kTiles = Class::kTiles, kStages = Class::kStages;
-  // The compiler does not know that threadIdx.x / 32 is the same all over a warp.
-  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
-  const int lane = threadIdx.x % 32;
-  const int64_t groups = args.out_features / (kTileOutputs * kTiles);
-  const int64_t group = blockIdx.x * groups / gridDim.x + warp;
-  const bool has_work = group < (blockIdx.x + 1) * groups / gridDim.x;
+// The whole way of a warp with kTiles tiles from `first_tile` on; without work it only helps to
+// copy tokens. Warps of a block may be in different instances: they meet at the same barrier.
+template <class Stream, class Class, int kTiles>
+__device__ __forceinline__ void project_tiles(const StoredArgs& args, uint8_t* shared,
+                                              int64_t first_tile, bool has_work, int warp,
+                                              int lane) {
+  constexpr int kTokens = Class::kTokens, kStages = Class::kStages;
   const uint32_t base = shared_address(shared);
   const int num_stages = static_cast<int>(args.in_features / kStageValues);
 
@@ -242,8 +240,7 @@ __global__ void __launch_bounds__(Class::kWarps * 32, 1)
   // The first weights are on their way while the rows are still being gathered.
   if (has_work)
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      streams[tile].start(args, group * kTiles + tile, lane);
+    for (int tile = 0; tile < kTiles; ++tile) streams[tile].start(args, first_tile + tile, lane);
   await_prerequisites();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch_tokens(stage);
@@ -274,7 +271,26 @@ __global__ void __launch_bounds__(Class::kWarps * 32, 1)
   if (has_work)
     store_outputs<kTokens, kTiles>(
         args, sums, reinterpret_cast<__nv_bfloat16*>(shared + warp * Class::kPartBytes),
-        group * kTiles * kTileOutputs, lane);
+        first_tile * kTileOutputs, lane);
+}
+
+template <class Stream, class Class>
+__global__ void __launch_bounds__(Class::kWarps * 32, 1)
+    project_stored_kernel(const __grid_constant__ StoredArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  // The compiler does not know that threadIdx.x / 32 is the same all over a warp.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
+  const int lane = threadIdx.x % 32, warps = static_cast<int>(blockDim.x / 32);
+  const int64_t tiles = args.out_features / kTileOutputs;
+  const int64_t begin = blockIdx.x * tiles / gridDim.x;
+  const int count = static_cast<int>((blockIdx.x + 1) * tiles / gridDim.x - begin);
+  // The first warps take one more: with eight warps each quarter of a multiprocessor gets two,
+  // and of twelve tiles three.
+  const int mine = count / warps + (warp < count % warps);
+  const int64_t first = begin + warp * (count / warps) + min(warp, count % warps);
+  if constexpr (Class::kTiles == 2)
+    if (mine == 2) return project_tiles<Stream, Class, 2>(args, shared, first, true, warp, lane);
+  project_tiles<Stream, Class, 1>(args, shared, first, mine > 0, warp, lane);
 }
 
 template <class Stream, class Class>
@@ -285,12 +301,14 @@ engram_status launch_stored(const StoredArgs& args, cudaStream_t stream) {
   int device = 0, num_sms = 0;
   ENGRAM_CUDA(cudaGetDevice(&device));
   ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-  // Every block gets floor or ceil of its share of the groups, at most kWarps.
-  const int64_t groups = args.out_features / (kTileOutputs * Class::kTiles);
-  const int64_t in_one_go = static_cast<int64_t>(num_sms) * Class::kWarps;
-  const int64_t wanted = (groups + in_one_go - 1) / in_one_go * num_sms;
-  const int64_t blocks = wanted < groups ? wanted : groups;
-  const int64_t warps = (groups + blocks - 1) / blocks;
+  // Every block gets floor or ceil of its share of the tiles: at most kTiles a warp.
+  constexpr int kBlockTiles = Class::kTiles * Class::kWarps;
+  const int64_t tiles = args.out_features / kTileOutputs;
+  const int64_t in_one_go = static_cast<int64_t>(num_sms) * kBlockTiles;
+  const int64_t wanted = (tiles + in_one_go - 1) / in_one_go * num_sms;
+  const int64_t blocks = wanted < tiles ? wanted : tiles;
+  const int64_t most = (tiles + blocks - 1) / blocks;
+  const int64_t warps = most < Class::kWarps ? most : Class::kWarps;
   ENGRAM_CUDA(launch_dependent(kernel, static_cast<unsigned>(blocks),
                                static_cast<unsigned>(warps * 32), Class::kSharedBytes, stream,
                                args));

@@ -2,6 +2,7 @@
 
 compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
 compute-sanitizer --tool racecheck python -m tests.gpu.sanitize --own
+--stored runs the kernels over stored wkv alone.
 
 --own leaves cublasLt out: racecheck reports its kernels (nvjet), whose barriers it does not know.
 """
@@ -18,7 +19,8 @@ import torch
 from engram_core.backends import native as abi
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import cublaslt_candidates
-from tests.gpu.arrays import Arrays
+from engram_core.backends.stored_wkv import STORED
+from tests.gpu.arrays import Arrays, same_bits
 from tests.gpu.conftest import open_device
 from tests.gpu.layers import (
     device_layer,
@@ -27,6 +29,7 @@ from tests.gpu.layers import (
     random_layer,
     random_windows,
 )
+from tests.gpu.test_stored import ENCODINGS, Weights
 
 
 class Counted(abi.Native):
@@ -112,15 +115,35 @@ def serve_everything(
     backend.close()
 
 
+def project_stored_everything(arrays: Arrays, native: Counted) -> None:
+    for encoding in ENCODINGS:
+        for shape in ((32, 256), (160, 768), (4256, 512)):
+            weights = Weights(arrays, encoding, *shape)
+            native.count(f"arrange {encoding} {shape}")
+            for count in (1, 8, 13, 32, 40, 64):
+                got = weights.project(count, STORED)
+                assert same_bits(got, weights.kv[:count]), (encoding, shape, count)
+                native.count(f"project stored {encoding} {shape} T {count}")
+            weights.close()
+
+
 def main() -> None:
     open_device()
     native = Counted()
     arrays = Arrays(native)
+    project_stored_everything(arrays, native)
+    if "--stored" in sys.argv:
+        report(arrays, native)
+        return
     gather_everything(arrays, native)
     print("gather done", flush=True)
     with_cublaslt = "--own" not in sys.argv
     serve_everything(arrays, native, 64, 2, with_cublaslt=with_cublaslt)
     serve_everything(arrays, native, 5120 if with_cublaslt else 512, 4, with_cublaslt=with_cublaslt)
+    report(arrays, native)
+
+
+def report(arrays: Arrays, native: Counted) -> None:
     arrays.close()
     for what, count in sorted(native.launches.items()):
         print(f"{count:4d} x {what}")
