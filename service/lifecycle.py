@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
         if self._rpc is not None:
             await self._rpc.tell(is_ready=state.is_ready)
         if self._loaded is not None and not state.is_loaded:
-            return self._take_over(self._loaded)
+            return await self._take_over(self._loaded)
         failure = state.failure or self._stuck()
         if failure is not None:
             self._fail(failure)
@@ -200,7 +200,7 @@ class Server(uvicorn.Server):
             self._tidy()
         return False
 
-    def _take_over(self, loaded: Model | BaseException) -> bool:
+    async def _take_over(self, loaded: Model | BaseException) -> bool:
         """Begin to serve what was loaded; return whether to stop because nothing was."""
         if isinstance(loaded, BaseException):
             self.start_error, self.exit_status = loaded, EXIT_START
@@ -212,6 +212,7 @@ class Server(uvicorn.Server):
         for listener in self._listeners:
             self._say(f"ready {listener.url}")
         if self._rpc is not None:
+            await self._rpc.tell(is_ready=self._state.is_ready)
             self._say(f"ready {self._rpc_url}")
         notify(READY)
         return False
