@@ -75,6 +75,14 @@ def _error(
                 index=first_difference,
                 **now,
             )
+        case _ if epoch > present:
+            return errors.NotPushed(
+                f"epoch: expected {present}, the present one, got {epoch}, a later one;"
+                " read with wait_ms where another rank is about to cut the session",
+                expected=present,
+                got=epoch,
+                **now,
+            )
         case _:
             return errors.NotPushed(
                 f"positions [{position}, {end}): the session holds {length} at epoch"

@@ -119,7 +119,7 @@ PROBLEMS: Mapping[type[EngramError], Kind] = {
     NotFound: Kind(404, "NOT_FOUND", "No such route"),
     MethodNotAllowed: Kind(405, "UNIMPLEMENTED", "The route has other methods"),
     RequestTimeout: Kind(408, "DEADLINE_EXCEEDED", "The body came too slowly"),
-    errors.Gap: Kind(409, _FAILED, "The push starts behind the end of the session"),
+    errors.Gap: Kind(409, _FAILED, "The position is behind the end of the session"),
     errors.Conflict: Kind(409, _FAILED, "The session holds other ids"),
     errors.StaleEpoch: Kind(409, _FAILED, "The epoch is not the present one"),
     errors.NotPushed: Kind(409, _FAILED, "The positions are not pushed yet"),

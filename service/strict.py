@@ -133,6 +133,5 @@ def _refusal(error: ValidationError) -> SchemaError:
     first = error.errors(include_url=False, include_context=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     got = first["input"] if first["type"] != "missing" else "nothing"
-    return SchemaError(
-        f"{where.lstrip('.')}: {first['msg']}", expected=first["msg"], got=repr(got)[:80]
-    )
+    why = first["msg"].removeprefix("Value error, ")
+    return SchemaError(f"{where.lstrip('.')}: {why}", expected=why, got=repr(got)[:80])
