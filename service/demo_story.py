@@ -47,7 +47,7 @@ class Story:
         held = self._drafts(session, held)
         self._fork(session, held)
         held = self._image(session, held)
-        self._second_client(held)
+        self._second_client(held)  # the rest of the text, its code
         self._gate_and_project_here(session, held)
         self._steps()
         session.close()
@@ -95,10 +95,10 @@ class Story:
         return held
 
     def _second_client(self, held: list[int]) -> None:
-        """Another process continues at a position it knows only three ids before."""
+        """Another process continues the text at a position it knows only three ids before."""
         lookback = [None if i == -1 else i for i in held[-3:]]
         with self._second.open_session(position=len(held), lookback=lookback) as session:
-            rest = self._text[400:460]
+            rest = self._text[sum(i != -1 for i in held) :]
             session.push(rest)
             self._read_both("second client", session, held + rest, len(rest), F32)
 

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engram_client import EngramClient
+from service.demo_judge import Answer
 from service.demo_story import Story
 from tests.integration.server import Server
 from tests.service.door import InProcess, i32, i64
@@ -20,7 +21,13 @@ STAGES = {"receive", "check", "queue", "project", "read_kv", "gate", "rows"}
 
 
 class Indifferent:
-    """A judge that keeps nothing; `make demo` has the real one."""
+    """A judge that keeps what each stage was about; `make demo` has the real one."""
+
+    def __init__(self) -> None:
+        self.alive: dict[str, list[int]] = {}
+
+    def keep(self, answer: Answer) -> None:
+        self.alive[answer.reading.stage] = [i for i in answer.reading.held if i != -1]
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -29,10 +36,12 @@ class Indifferent:
 @pytest.fixture(scope="module")
 def text(demo_server: Server) -> str:
     """What /metrics tells after the demo's story, and after one refusal."""
-    token_ids = random.Random(1).choices(range(200, 400), k=2000)
+    token_ids = random.Random(1).choices(range(200, 400), k=900)
     url = demo_server.url
     with EngramClient(url) as client, EngramClient(url) as second:
-        Story(client, second, Indifferent(), token_ids).play()  # type: ignore[arg-type]
+        judge = Indifferent()
+        Story(client, second, judge, token_ids).play()  # type: ignore[arg-type]
+    assert judge.alive["second client"] == token_ids, "the demo streams its text to the end"
     with demo_server.client() as plain:
         plain.get("/v1/sessions/77")
         return plain.get("/metrics").text
