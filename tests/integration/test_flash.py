@@ -18,20 +18,23 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from engram_core.tools.sparse_rows import FLASH_TEXT
 from engram_core.tools.synth import synth
 from tests.golden.test_oracle_vectors import V41, tokenizer_json
-from tests.integration.door import step
-from tests.integration.server import running
+from tests.integration.door import refusal, step
+from tests.integration.server import Server, running
 from tests.oracle import Oracle, same_bits
 
 MEMORY = Path("/dev/shm")
 LAYERS = (1, 14)
+FLAGS = ("--placement", "disk", "--kv-store-bytes", "32MiB", "--in-flight-bytes", "64MiB")
 
 
 class Flash:
     def __init__(self, path: Path, client: httpx.Client) -> None:
-        self.oracle, self.client = Oracle.open(path), client
+        self.path, self.oracle, self.client = path, Oracle.open(path), client
 
     def row_bytes(self, layer: int) -> int:
         table = self.oracle.table(layer)
@@ -60,9 +63,26 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Flash]:
     with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as name:
         path = Path(name) / ("flash.gguf" if fmt == "gguf" else "flash")
         synth(path, preset="flash", fmt=fmt, quant=quant, seed=3)
-        flags = ("--placement", "disk", "--kv-store-bytes", "32MiB", "--in-flight-bytes", "64MiB")
-        with running(path, *flags) as server, server.client() as client:
+        with running(path, *FLAGS) as server, server.client() as client:
             yield Flash(path, client)
+
+
+def session(client: httpx.Client, chunks: list[list[int]]) -> str:
+    """A session that holds the chunks: its path."""
+    path = f"/v1/sessions/{client.post('/v1/sessions', json={}).json()['session_id']}"
+    position = 0
+    for ids in chunks:
+        body = {"position": position, "token_ids": ids, "ahead": False}
+        assert client.post(f"{path}/tokens", json=body).status_code == 200
+        position += len(ids)
+    return path
+
+
+def read(client: httpx.Client, path: str, layer: int, what: str, count: int) -> bytes:
+    params = {"position": 0, "count": count}
+    answer = client.get(f"{path}/layers/{layer}/{what}", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.content
 
 
 def test_constants_are_the_published_ones(flash: Flash) -> None:
@@ -92,17 +112,38 @@ def test_rows_across_every_2_31_bytes(flash: Flash, layer: int) -> None:
 
 
 def test_real_text_through_a_session(flash: Flash) -> None:
-    """Hash ids and rows of tokens, by bits: tokens [0, 3] have the published digests."""
-    made = flash.client.post("/v1/sessions", json={}).json()
-    path = f"/v1/sessions/{made['session_id']}"
-    body = {"position": 0, "token_ids": [0, 3], "ahead": False}
-    assert flash.client.post(f"{path}/tokens", json=body).status_code == 200
+    """Hash ids and rows of the text a sparse checkpoint is made for, in chunks, by bits."""
+    token_ids = Tokenizer.from_file(str(tokenizer_json())).encode(FLASH_TEXT).ids
+    compressed = flash.oracle.compress(token_ids, [True] * len(token_ids))
+    path = session(flash.client, [token_ids[:7], token_ids[7:]])
+    for layer in LAYERS:
+        ids = read(flash.client, path, layer, "hash_ids", len(token_ids))
+        expected = flash.oracle.layer_hash_ids(layer, compressed)
+        assert np.array_equal(np.frombuffer(ids, "<i8").reshape(-1, 24), expected)
+        rows = flash.oracle.rows(layer, expected)
+        assert (rows.count_nonzero(2) > 100).all(), "the rows there are not zero"
+        served = read(flash.client, path, layer, "rows", len(token_ids))
+        assert served == rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_tokens_of_the_published_digests(flash: Flash) -> None:
+    path = session(flash.client, [[0, 3]])
     case = V41["hash"]["raw_tokens_0_3 (compressed 0,3)"]
     for index, layer in enumerate(LAYERS):
-        params = {"position": 0, "count": 2}
-        answer = flash.client.get(f"{path}/layers/{layer}/hash_ids", params=params)
-        got = np.frombuffer(answer.content, "<i8").reshape(2, 24)
+        got = np.frombuffer(read(flash.client, path, layer, "hash_ids", 2), "<i8").reshape(2, 24)
         assert got.tolist() == [token[index] for token in case["rows"]]
+
+
+def test_signal_while_loading_ends_with_0(flash: Flash) -> None:
+    """wkv of 300 MB a layer is being read: alive, not ready, and nobody waits for its end."""
+    server = Server(flash.path, *FLAGS)
+    server.port = int(server.wait_for(r"^listening http://127\.0\.0\.1:(\d+)")[1])
+    with server.client() as client:
+        assert client.get("/livez").status_code == 200
+        assert refusal(client.get("/readyz")) == (503, "loading")
+        assert refusal(client.post("/v1/sessions", json={})) == (503, "loading")
+    assert server.stop() == 0
+    assert not any(line.startswith("ready ") for line in server.lines)
 
 
 def test_the_tokenizer_is_found() -> None:

@@ -92,6 +92,22 @@ def test_drain_lets_a_running_call_end_and_refuses_new_ones(small_gguf: Path) ->
     assert server.end() == 0
 
 
+def test_second_signal_does_not_wait_for_the_call_in_flight(small_gguf: Path) -> None:
+    server = Server(small_gguf)
+    server.wait_until_ready()
+    with server.client() as client, server.socket() as sending:
+        sending.sendall(
+            b"POST /v1/step?output=none HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/octet-stream\r\nContent-Length: 100000000\r\n\r\n"
+        )
+        wait_until(client, "engram_in_flight_bytes", lambda held: held > 0)
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/readyz").status_code == 200:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 128 + signal.SIGTERM
+
+
 def test_unix_socket_is_ours_alone_and_goes_away(small_gguf: Path, socket_folder: Path) -> None:
     path = socket_folder / "b.sock"
     server = Server(small_gguf, "--host", "127.0.0.1", uds=path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engram_core.errors import Internal
@@ -64,6 +67,43 @@ def test_fault_is_told_without_its_reason(
     assert refused(answer) == (500, "internal")
     assert "secret" not in answer.text
     assert door.state.num_active == 0
+
+
+def test_probes_are_answered_while_the_backend_computes(
+    door: InProcess, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 reads wait for a computation that does not end before the probes are answered."""
+    begun, may_end = threading.Event(), threading.Event()
+    read_kv = model.backend.read_kv
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        return read_kv(*arguments, **named)
+
+    monkeypatch.setattr(model.backend, "read_kv", slow)
+    names = [door.open(owner="slow")["session_id"] for _ in range(32)]
+    for name in names:
+        door.push(name, 0, [4, 6, 8], ahead=False)
+
+    async def go() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(door.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            paths = [f"/v1/sessions/{name}/layers/1/kv?position=0&count=3" for name in names]
+            reads = [asyncio.create_task(client.get(path)) for path in paths]
+            while not begun.is_set():
+                await asyncio.sleep(0)  # the app alone never gives way to other tasks
+            for path in ("/livez", "/readyz", "/metrics", "/v1/info"):
+                assert (await client.get(path)).status_code == 200
+            assert not any(read.done() for read in reads)
+            may_end.set()
+            return await asyncio.gather(*reads)
+
+    answers = door.runner.run(go())
+    assert {(answer.status_code, answer.content) for answer in answers} == {
+        (200, answers[0].content)
+    }
+    assert door.delete("/v1/sessions?owner=slow").json() == {"closed": 32}
 
 
 def test_every_number_of_the_engine_is_told(door: InProcess, model: Model) -> None:
