@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 SOURCES := engram_core engram_client service proto tests benchmarks examples
 
-.PHONY: setup demo test faults check fix openapi proto kernels test-gpu bench clean
+.PHONY: setup demo test faults check fix openapi proto kernels test-gpu machine bench clean
 
 setup: $(STAMP)
 
@@ -54,9 +54,15 @@ kernels: $(STAMP)
 test-gpu: $(STAMP)
 	ENGRAM_REQUIRE_GPU=1 $(BIN)/python -m pytest tests/gpu
 
+# The stateful machine of `make test` (10,000 steps) for longer and from a new seed, which it prints.
+MACHINE_STEPS ?= 1000000
+machine: $(STAMP)
+	MACHINE_STEPS=$(MACHINE_STEPS) $(BIN)/python -m pytest -s tests/laws/test_machine.py
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_hash.py
 	$(BIN)/python benchmarks/bench_sessions.py
+	$(BIN)/python benchmarks/bench_reference.py
 	$(BIN)/python benchmarks/bench_step.py
 	if [ -e /dev/nvidiactl ]; then $(BIN)/python benchmarks/bench_cuda.py; fi
 
