@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -97,6 +98,13 @@ def residual_step(session_id: int, num_tokens: int) -> pb.StepRequest:
             "residual": pb.Tensor(dtype="BF16", shape=residual.shape, data=data),
         },
     )
+
+
+def test_example_runs(wide_server: GrpcServer) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "grpc_step.py"), wide_server.target, "alice"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.count("residual.1") == 4, done.stderr
 
 
 # ---- limits
