@@ -333,13 +333,15 @@ def honest(url: str, seed: int) -> Callable[[], None]:
 
 def soak(folder: Path, checkpoint: Path, seconds: float) -> dict[str, Any]:
     """Return what was held at the start and at the end."""
-    with serving(checkpoint, folder / "s", "--session-ttl-s", "5") as served:
+    # A small kv store: it is full, and so resident, at the start.
+    flags = ("--session-ttl-s", "5", "--kv-store-bytes", str(KV_STORE_BYTES))
+    with serving(checkpoint, folder / "s", *flags) as served:
         url = served.urls["unix"]
         calls = [honest(url, i) for i in range(4)] + [Rude(url, i).once for i in range(4)]
         _press_for(calls, min(10.0, seconds / 4))
         start = _settled(served)
         done = _press_for(calls, seconds)
-        end = _settled(served)
+        end = _settled(served, int(start["descriptors"]))
     faults = [
         f"{name}: {start[name]} at the start, {end[name]} at the end"
         for name in ("descriptors", "threads", "sessions")
@@ -370,14 +372,19 @@ def _press_for(calls: list[Callable[[], None]], seconds: float) -> int:
     return done.total()
 
 
-def _settled(served: Served) -> dict[str, float]:
-    """What the process holds once nothing is asked and its sessions have expired."""
+def _settled(served: Served, descriptors: int = 0) -> dict[str, float]:
+    """What the process holds once nothing is asked and its sessions have expired.
+
+    descriptors: waited for; a connection that was asked over closes a moment later
+    """
     counters = Counters(served)
     deadline = time.monotonic() + 30
-    while (counters.gauge("sessions") or counters.gauge("active_requests") > 1) and (
-        time.monotonic() < deadline
+    while time.monotonic() < deadline and (
+        counters.gauge("sessions") or counters.gauge("active_requests") > 1
     ):
         time.sleep(0.2)
+    while time.monotonic() < deadline and served.num_descriptors() > descriptors > 0:
+        time.sleep(0.1)
     return {
         "rss_mib": round(served.rss_bytes() / 2**20),
         "descriptors": served.num_descriptors(),
