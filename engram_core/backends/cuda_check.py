@@ -91,16 +91,18 @@ def time_kernels(
 ) -> dict[int, dict[str, float]]:
     """Microseconds of every kernel that can serve a batch class, by its largest T."""
     times = {}
-    with _Scratch(engram, stream) as scratch, closing(Race(engram.native, stream)) as race:
+    with _Scratch(engram, stream) as scratch:
         scratch.upload(_random_rows(min(engram.max_tokens, 64), engram.geometry.in_features))
-        for size in (size for size in BATCH_CLASSES if size <= engram.max_tokens):
-            params = scratch.params(size)
-            times[size] = race.run(
-                {
-                    kernel: partial(engram.project_with, kernel, layer_index, params)
-                    for kernel in engram.kernels_of(layer_index, size)
-                }
-            )
+        chain = partial(engram.project_with, CHAIN, layer_index, scratch.params(1))
+        with closing(Race(engram.native, stream, chain)) as race:
+            for size in (size for size in BATCH_CLASSES if size <= engram.max_tokens):
+                params = scratch.params(size)
+                times[size] = race.run(
+                    {
+                        kernel: partial(engram.project_with, kernel, layer_index, params)
+                        for kernel in engram.kernels_of(layer_index, size)
+                    }
+                )
     return times
 
 

@@ -139,21 +139,23 @@ def elapsed_us(begin: Event, end: Event, native: Native) -> float:
 
 
 class Race:
-    """Times candidates in turns on a stream: medians of GPU time, weights cold.
+    """Times candidates in turns on a stream: medians of GPU time.
 
-    The bf16 copy is larger than any L2, so a kernel that runs after one that reads it starts cold;
-    the chain takes part in every race.
+    before: launched twice ahead of each: it keeps the device busy while the host enqueues what is
+        timed, and by reading more than an L2 holds it lets every candidate start cold
     """
 
-    def __init__(self, native: Native, stream: Stream) -> None:
-        self._native, self._stream = native, stream
+    def __init__(self, native: Native, stream: Stream, before: Callable[[], None]) -> None:
+        self._native, self._stream, self._before = native, stream, before
         self._begin, self._end = (Event(native, is_timed=True) for _ in range(2))
 
     def run(self, candidates: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-        """Median microseconds by name; a candidate is a function without arguments."""
+        """Median microseconds by name; the first round does not count."""
         times: dict[str, list[float]] = {name: [] for name in candidates}
         for _ in range(_ROUNDS):
             for name, launch in candidates.items():
+                self._before()
+                self._before()
                 self._begin.record(self._stream)
                 launch()
                 self._end.record(self._stream)
@@ -162,5 +164,6 @@ class Race:
         return {name: statistics.median(some[1:]) for name, some in times.items()}
 
     def close(self) -> None:
+        """Destroy its events."""
         self._begin.close()
         self._end.close()
