@@ -37,6 +37,7 @@ LEVELS = {
         "sessions",
         "backends.base backends.native backends.gate backends.projection",
         "backends.self_check backends.device",
+        "backends.stored_wkv",
         "backends.reference backends.engram_v41 backends.staging",
         "backends.cuda_check",
         "backends.cuda_backend",
