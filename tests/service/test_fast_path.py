@@ -75,11 +75,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def session_id(door: InProcess) -> str:
-    """A session of MAX_TOKENS tokens."""
+def session_id(door: InProcess) -> Iterator[str]:
+    """A session of MAX_TOKENS tokens; closed at the end, since all tests share one engine."""
     made: str = door.open()["session_id"]
     door.push(made, 0, [2] * MAX_TOKENS)
-    return made
+    yield made
+    door.state.is_draining = False
+    assert door.delete(f"/v1/sessions/{made}").status_code == 204
 
 
 def request_of(method: str, target: str, content: bytes = b"", **headers: str) -> bytes:
