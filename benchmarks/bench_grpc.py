@@ -43,7 +43,8 @@ TOKENS = (5, 80, 512)
 
 @dataclass(frozen=True)
 class Row:
-    """Times in ms of one size. work: what the service tells of its stages, a step."""
+    """Times in ms of one size. work: what the service tells of its stages, a step; door_ratio: of a
+    step without its work to an echo."""
 
     num_bytes: int
     rounds: int
@@ -53,6 +54,7 @@ class Row:
     step_p95: float
     ratio: float
     work: float
+    door_ratio: float
 
 
 class Line:
@@ -157,6 +159,7 @@ def bench(echo_url: str, urls: dict[str, str], num_tokens: int, seconds: float) 
         step_p95=_p95(steps),
         ratio=median(steps) / median(echoes),
         work=work,
+        door_ratio=(median(steps) - work) / median(echoes),
     )
 
 
@@ -165,13 +168,14 @@ def _p95(values: list[float]) -> float:
 
 
 def print_rows(rows: list[Row]) -> None:
-    print("ms; work: check, queue and gate of the step, as the service tells them")
+    print("ms; work: check, queue and gate as the service tells them; without: ratio without it")
     print(f"{'KB':>7}{'rounds':>8}{'echo p50':>10}{'p95':>8}{'step p50':>10}{'p95':>8}"
-          f"{'ratio':>7}{'work':>7}")  # fmt: skip
+          f"{'ratio':>7}{'work':>8}{'without':>9}")  # fmt: skip
     for row in rows:
         print(
             f"{row.num_bytes / 1e3:>7.0f}{row.rounds:>8}{row.echo_p50:>10.3f}{row.echo_p95:>8.3f}"
-            f"{row.step_p50:>10.3f}{row.step_p95:>8.3f}{row.ratio:>7.2f}{row.work:>7.3f}"
+            f"{row.step_p50:>10.3f}{row.step_p95:>8.3f}{row.ratio:>7.2f}{row.work:>8.3f}"
+            f"{row.door_ratio:>9.2f}"
         )
 
 

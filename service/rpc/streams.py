@@ -122,6 +122,8 @@ class _Stream:
             if raw is None:
                 break
             self._begin(raw)
+            # A small read is computed in this turn of the loop: answer it, then ask for the next.
+            await asyncio.sleep(0)
         for _ in range(MAX_PIPELINED - 1):
             await self._room.acquire()  # until all are answered
         self._done.put_nowait(None)

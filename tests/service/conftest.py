@@ -43,6 +43,14 @@ def model(official_dir: Path, settings: Settings) -> Iterator[Model]:
     loaded.close()
 
 
+@pytest.fixture(autouse=True)
+def _close_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test leaves open takes no room from the next one."""
+    yield
+    if "model" in request.fixturenames:
+        request.getfixturevalue("model").engine.close_tenant("")
+
+
 @pytest.fixture
 def door(settings: Settings, model: Model, runner: asyncio.Runner) -> InProcess:
     """A fresh app without keys over the engine that all tests share."""
