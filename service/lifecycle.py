@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
         self._rpc: RpcServer | None = None
 
     def load(self, load: Load, bars: Bars) -> None:
-        """Start loading, in a thread of its own."""
+        """Say what is loaded, in a thread of its own, once every address is listened on."""
         state = self._state
 
         def run() -> None:
@@ -137,7 +137,6 @@ class Server(uvicorn.Server):
             self._loaded = loaded
 
         self._loader = threading.Thread(target=run, name="loader", daemon=True)
-        self._loader.start()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Listen on our sockets."""
@@ -152,6 +151,7 @@ class Server(uvicorn.Server):
         if self._state.settings.grpc_port is not None:
             await self._start_rpc()
         self.started = True
+        self._loader.start()  # not before: a process that refuses to start can end
 
     async def _start_rpc(self) -> None:
         """Open the gRPC door. Raises ListenError."""
