@@ -64,6 +64,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_sessions.py
 	$(BIN)/python benchmarks/bench_reference.py
 	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/bench_service.py
 	if [ -e /dev/nvidiactl ]; then $(BIN)/python benchmarks/bench_cuda.py; fi
 
 clean:
