@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engram_core.errors import BadRequest
 from service.admission import Lease
@@ -140,11 +140,11 @@ async def send_answer(send: Send, headers: Headers, buffers: Sequence[Buffer]) -
     num_bytes = sum(map(len, buffers))
     await _send_head(send, headers, num_bytes)
     if num_bytes <= SMALL_BODY_BYTES:
-        await send({"type": "http.response.body", "body": b"".join(buffers)})
+        await _send_in_time(send, {"type": "http.response.body", "body": b"".join(buffers)})
         return num_bytes
     for buffer in buffers:
         await _send_paced(send, buffer)
-    await send({"type": "http.response.body", "body": b""})
+    await _send_in_time(send, {"type": "http.response.body", "body": b""})
     return num_bytes
 
 
@@ -155,13 +155,22 @@ async def send_stream(
     await _send_head(send, headers, num_bytes)
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         await _send_paced(send, piece)
-    await send({"type": "http.response.body", "body": b""})
+    await _send_in_time(send, {"type": "http.response.body", "body": b""})
     return num_bytes
 
 
 async def _send_head(send: Send, headers: Headers, num_bytes: int) -> None:
     headers = [*headers, (b"content-length", str(num_bytes).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send_in_time(send, {"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_in_time(send: Send, message: Message) -> None:
+    """Send what waits until the piece before it is taken. Raises ClientGoneError."""
+    try:
+        async with asyncio.timeout(GRACE_S + SEND_BYTES / MIN_BYTES_PER_S):
+            await send(message)
+    except TimeoutError:
+        raise ClientGoneError from None
 
 
 async def _send_paced(send: Send, buffer: Buffer) -> None:

@@ -187,7 +187,7 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._future: Future[StepAnswer] | None = None
         self._thread = threading.get_ident()
-        self._status = 0
+        self._status, self._code = 0, GONE
 
     # ---- the body
 
@@ -307,7 +307,7 @@ class Exchange:
     def _send(self, status: int, headers: Headers, buffers: list[Buffer], code: str) -> None:
         """Write an answer, and end with it or once the client has taken it."""
         line, transport = self._line, self._line.transport
-        self._status = status
+        self._status, self._code = status, code
         head = [STATUS_LINE[status]]
         for name, value in (*line.default_headers, *headers, *answer_headers(self._call)):
             head += (name, b": ", value, b"\r\n")
@@ -326,8 +326,8 @@ class Exchange:
 
     def taken(self) -> None:
         """The client has taken what was to be sent."""
-        if self._status == 200 and not self.response_complete:
-            self._done("ok")
+        if self._status and not (self.response_complete or self.more_body):
+            self._done(self._code)
 
     def gone(self) -> None:
         """The connection is no more."""

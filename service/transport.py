@@ -91,10 +91,11 @@ class BodyReceiver(asyncio.BufferedProtocol):
 class Connection(HttpToolsProtocol):
     """One connection. tenant: the name of the key that asked last; fast_path: None without one."""
 
-    cycle: Any  # uvicorn's, or the exchange
+    cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
     fast_path: FastPath | None = None
     _exchange: Exchange | None = None
+    _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
     _head_bytes = 0
 
@@ -121,6 +122,9 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.gone()
+        if self._running is not None:  # uvicorn tells the last one only
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -153,6 +157,9 @@ class Connection(HttpToolsProtocol):
         scope["extensions"] = {CONNECTION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self._has_body():
+            # The parser would skip the body, and take what comes of it for the next request.
+            raise BadRequest("a request with a body cannot ask for another protocol")
         if (exchange := self._begin()) is not None:
             self.cycle = self._exchange = exchange
             self._is_asked = False
@@ -161,6 +168,12 @@ class Connection(HttpToolsProtocol):
         if self.scope["method"] != "HEAD":
             transport: Any = _HeadHolder(self.transport)
             self.cycle.transport = transport
+        if not self.pipeline:
+            self._running = self.cycle
+
+    def on_response_complete(self) -> None:
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         if self.cycle is self._exchange and self._exchange is not None:
@@ -240,6 +253,12 @@ class Connection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
+
+    def _has_body(self) -> bool:
+        names = dict(self.headers)
+        return (
+            b"transfer-encoding" in names or names.get(b"content-length", b"0").strip(b"0") != b""
+        )
 
     def _count_head(self, data: bytes) -> None:
         self._head_bytes += len(data)

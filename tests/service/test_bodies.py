@@ -98,7 +98,8 @@ def test_refused_expectation_never_asks_for_the_body(door: InProcess) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_reader_that_takes_nothing_is_cut_off(door: InProcess) -> None:
+@pytest.mark.parametrize("taken", [0, 1, 2], ids=["nothing", "the-head", "all-but-the-last-piece"])
+def test_reader_that_stops_taking_is_cut_off(door: InProcess, taken: int) -> None:
     made = door.open()
     door.push(made["session_id"], 0, [0] * MAX_TOKENS)
     path = f"/v1/sessions/{made['session_id']}/layers/1/rows?position=0&count={MAX_TOKENS}"
@@ -106,12 +107,13 @@ def test_reader_that_takes_nothing_is_cut_off(door: InProcess) -> None:
     send = request.send
 
     async def stuck(message: object) -> None:
-        await send(message)  # type: ignore[arg-type]
-        if len(request.sent) > 1:
+        if len(request.sent) >= taken:
             await asyncio.Event().wait()
+        await send(message)  # type: ignore[arg-type]
 
     bodies_small = pytest.MonkeyPatch()
     bodies_small.setattr(bodies, "SMALL_BODY_BYTES", 100)
+    bodies_small.setattr(bodies, "MIN_BYTES_PER_S", 1 << 30)
     try:
         door.runner.run(door.app(request.scope, request.receive, stuck))
     finally:

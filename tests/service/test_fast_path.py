@@ -9,6 +9,7 @@ import re
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import uvloop
 from engram_client import wire
 from service import bodies
 from service.desk import GONE
-from service.fast_path import FastPath
+from service.fast_path import FastPath, Refusal
 from service.transport import BodyReceiver
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess, i32, i64, step_body, tensor_body
@@ -384,6 +385,31 @@ def test_a_reader_that_takes_nothing_is_cut_off(
 
     tell(talk)
     assert door.state.pool_bytes == 0
+
+
+def test_a_long_refusal_ends_when_it_is_taken(
+    ask: Callable[..., bytes], session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the list of thousands of refused segments is, where the socket takes less at once."""
+    plain = FastPath.refusal
+
+    def long(path: FastPath, call: Any, error: BaseException) -> Refusal:
+        told = plain(path, call, error)
+        body = told.body + b" " * (16 << 20)
+        size = (b"content-length", str(len(body)).encode())
+        rest = [header for header in told.headers if header[0] != size[0]]
+        return replace(told, headers=[*rest, size], body=body)
+
+    monkeypatch.setattr(FastPath, "refusal", long)
+    not_pushed = f"/v1/sessions/{session_id}/layers/1/kv?position={MAX_TOKENS}"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request_of("GET", not_pushed))
+        assert (await read_answer(reader)).startswith(b"HTTP/1.1 409 ")
+        writer.write(request_of("GET", "/livez"))
+        return await read_answer(reader)
+
+    assert ask(talk).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_draining_service_refuses_on_every_connection(

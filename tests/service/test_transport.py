@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from service import transport
+from service import bodies, transport
 from service.transport import MAX_HEAD_BYTES, Connection
+from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess
 from tests.service.talk import Ask, Talk, Wire, talk_to
 
@@ -76,10 +78,15 @@ def test_expected_body_is_asked_for(ask: Ask) -> None:
         OPEN + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         OPEN + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
         OPEN + b"Content-Length: +2\r\n\r\n{}",
+        OPEN + b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 2\r\n\r\n{}",
+        OPEN + b"Upgrade: h2c\r\nConnection: Upgrade\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n",
         b"GET /" + b"a" * (MAX_HEAD_BYTES + 1),
     ],
-    ids=["no-http", "two-lengths", "length-and-chunks", "signed-length", "long-head", "long-url"],
+    ids=[
+        *("no-http", "two-lengths", "length-and-chunks", "signed-length", "upgrade-with-a-body"),
+        *("upgrade-with-chunks", "long-head", "long-url"),
+    ],
 )
 def test_what_is_no_good_http_is_a_problem_document(ask: Ask, request_: bytes) -> None:
     answer = ask(say(request_))
@@ -95,6 +102,41 @@ def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.Mo
 
 def _at_once(connection: Connection) -> None:
     connection.loop.call_soon(connection.timeout_keep_alive_handler)
+
+
+def test_upgrade_without_a_body_is_not_done_and_the_request_is_answered(ask: Ask) -> None:
+    upgrade = LIVE[:-2] + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
+    assert ask(say(upgrade)).startswith(b"HTTP/1.1 200")
+
+
+def test_request_before_the_last_one_of_a_pipeline_is_told_when_the_peer_is_gone(
+    door: InProcess, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would hold its bytes for ever."""
+    monkeypatch.setattr(bodies, "GRACE_S", 0.02)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
+    cut = asyncio.Event()
+
+    def abort(connection: Connection) -> None:
+        connection.transport.abort()
+        cut.set()
+
+    monkeypatch.setattr(Connection, "abort", abort)
+    session_id = door.open()["session_id"]
+    door.push(session_id, 0, [0] * MAX_TOKENS)
+    target = f"/v1/sessions/{session_id}/layers/1/rows?position=0&count={MAX_TOKENS}"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        writer.write(head.encode() * 200)
+        await cut.wait()
+        while door.state.num_active:
+            await asyncio.sleep(0)
+        return b""
+
+    door.runner.run(talk_to(door, talk, Wire(path=socket_folder / "pipe.sock")))
+    assert door.state.pool_bytes == 0
 
 
 def test_refusal_reaches_a_client_that_writes_first(ask: Ask) -> None:
