@@ -1,7 +1,5 @@
 """What a client can be told: a class for every code of the service, and a few of its own."""
 
-
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
