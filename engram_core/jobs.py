@@ -121,10 +121,14 @@ class Piece:
 def settle(answer: Future[StepAnswer], outcome: StepAnswer | EngramError) -> None:
     """Resolve an answer unless it was cancelled or is resolved already.
 
-    An answer stays pending until then, so that it can be cancelled at any time.
+    An answer stays pending until then, so that it can be cancelled at any time. Two threads may
+    settle one answer, a failing lane and an engine that is closed: the first to take it does.
     """
-    if answer.done() or not answer.set_running_or_notify_cancel():
-        return
+    try:
+        if answer.done() or not answer.set_running_or_notify_cancel():
+            return
+    except RuntimeError:
+        return  # the other thread has taken it since
     if isinstance(outcome, EngramError):
         answer.set_exception(outcome)
     else:

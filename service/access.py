@@ -59,6 +59,10 @@ class Keyring:
                 found = key
         return found
 
+    def holds(self, key: Key) -> bool:
+        """Tell whether a key that was found is there still."""
+        return key in self._keys
+
     def refresh(self) -> set[str]:
         """Read the file again if it has changed; return the names whose keys are gone.
 
@@ -102,6 +106,16 @@ class Access:
         if key is None:
             raise Unauthenticated("the API key is not known here", expected="a key of keys_file")
         return key
+
+    def confirm(self, key: Key) -> None:
+        """Check a key again, at the time its request is carried out: its body may have taken long.
+
+        Raises Unauthenticated: the key was removed meanwhile.
+        """
+        if self.keyring is not None and not self.keyring.holds(key):
+            raise Unauthenticated(
+                "the API key is not known here any more", expected="a key of keys_file"
+            )
 
 
 def check_scope(key: Key, scopes: tuple[str, ...]) -> None:

@@ -51,8 +51,9 @@ class Call:
 
     @property
     def tenant(self) -> str:
-        """The name of the key that asks."""
+        """The name of the key that asks. Raises Unauthenticated: it was removed meanwhile."""
         assert self.key is not None
+        self.state.access.confirm(self.key)
         return self.key.name
 
     @property

@@ -6,9 +6,11 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from service import calls
 from service.access import KEYLESS, Access, Keyring, add_key, read_keys
 from service.problems import Misdirected, Unauthenticated
 from service.settings import Settings, SettingsError
@@ -179,3 +181,22 @@ def test_foreign_session_is_unknown(make_door: Callable[..., InProcess], tmp_pat
     own = f"/v1/sessions/{made['session_id']}"
     assert refused(door.get(own, headers=bob)) == (404, "unknown_session")
     assert door.delete(own, headers=alice).status_code == 204
+
+
+def test_key_removed_while_its_body_comes_does_nothing(
+    make_door: Callable[..., InProcess], keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = make_door(keys_file=keys_file)
+    receive = calls.receive_json
+
+    async def slowly(*args: Any) -> Any:
+        body = await receive(*args)
+        keys_file.write_text(line("root", "admin", "r"))
+        assert door.state.access.keyring is not None
+        assert door.state.access.keyring.refresh() == {"alice"}
+        return body
+
+    monkeypatch.setattr(calls, "receive_json", slowly)
+    answer = door.post("/v1/sessions", json={}, headers={"authorization": "Bearer a-key"})
+    assert refused(answer) == (401, "unauthenticated")
+    assert door.state.model.engine.counters["sessions_open"] == 0
