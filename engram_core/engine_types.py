@@ -131,7 +131,7 @@ class StepRequest:
 @dataclass(frozen=True)
 class StepAnswer:
     """length, base, epoch: int64 [S] (-1 without a session); dead: bool [T]; tensors by layer id
-    as `output` says; stages: seconds by name (queue, hash_gather, wkv, gate ...)."""
+    as `output` says; stages: seconds by name (check, queue, project, gate ...)."""
 
     length: NDArray[np.int64]
     base: NDArray[np.int64]

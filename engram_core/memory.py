@@ -118,16 +118,18 @@ class Ledger:
         return [*rows, *totals, f"placement {self.placement}: {self.why}", *self.notes]
 
 
-def plan(needs: Needs, memory: Memory, placement: str = "auto") -> Ledger:
+def plan(needs: Needs, memory: Memory, placement: str = "auto", *, has_disk: bool = True) -> Ledger:
     """Choose where the tables lie, fastest first, and refuse what does not fit.
 
-    placement: "auto", or one of `Placement`
+    placement: "auto", or one of `Placement`; has_disk: auto may fall back to the disk
 
     Raises: MemoryShort saying what is missing where, and what to change.
     """
     notes = _notes(memory)
     refused: list[str] = []
     for candidate in _candidates(memory, placement):
+        if candidate is Placement.DISK and placement == "auto" and not has_disk:
+            continue
         lines = _lines(needs, memory, candidate)
         ledger = Ledger(candidate, lines, _why(candidate, refused), notes)
         missing = _missing(ledger, memory)
@@ -136,7 +138,8 @@ def plan(needs: Needs, memory: Memory, placement: str = "auto") -> Ledger:
         refused.append(f"{candidate}: {missing}")
     raise MemoryShort(
         f"tables, weights and store do not fit ({'; '.join(refused)}); lower kv_store_bytes, "
-        "in_flight_bytes or memory_reserve_bytes, or use placement disk",
+        "in_flight_bytes or memory_reserve_bytes, or use placement disk"
+        f"{'' if has_disk else ' with device cpu'}{_late_return(memory)}",
         expected="a plan that fits",
         got=refused,
     )
@@ -149,7 +152,8 @@ def check(needs: Needs, ledger: Ledger, memory: Memory) -> None:
         if left < needs.reserve:
             raise MemoryShort(
                 f"{pool} memory: expected {needs.reserve} bytes left after loading, got {left}; "
-                "something else on this machine uses memory, or the ledger is wrong",
+                "something else on this machine uses memory, or the ledger is wrong"
+                f"{_late_return(memory)}",
                 expected=needs.reserve,
                 got=left,
             )
@@ -235,6 +239,16 @@ def _missing(ledger: Ledger, memory: Memory) -> str | None:
         if needed > available:
             return f"{needed / _GIB:.1f} GiB of {pool} memory needed, {available / _GIB:.1f} there"
     return None
+
+
+def _late_return(memory: Memory) -> str:
+    """What else may be the reason on a part with shared memory (docs/gb10.md)."""
+    if not memory.integrated:
+        return ""
+    return (
+        "; a process that ended on this GPU may still be giving its memory back, for seconds to "
+        "minutes: try again (docker/engram.service does every 15 s)"
+    )
 
 
 def _why(placement: Placement, refused: Sequence[str]) -> str:

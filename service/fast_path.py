@@ -314,6 +314,7 @@ class Exchange:
         if not self.keep_alive and not self.more_body:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")
+        self._begun = time.perf_counter()
         if sum(map(len, buffers)) <= JOIN_BYTES:
             transport.write(b"".join((*head, *buffers)))
         else:
@@ -344,6 +345,8 @@ class Exchange:
         self.response_complete = True
         self._future, self._buffer = None, self._path.scratch
         self._line.finished(self)
+        if code == "ok":
+            self._call.stages["send"] = time.perf_counter() - self._begun
         self._path.end(self._call, code, self._status, self._headers)
 
     def _watch(self, seconds: float, late: Any) -> None:

@@ -112,7 +112,7 @@ class Metrics:
         )
         self.stage_seconds = Histogram(
             "engram_stage_seconds",
-            "Time by stage of tensor requests.",
+            "Time by stage of tensor requests (docs/operating.md).",
             ("stage",),
             buckets=_SECONDS,
             registry=self.registry,

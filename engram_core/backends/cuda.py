@@ -88,7 +88,7 @@ def load(
     for layer in checkpoint.layers:
         require_encoding(layer.table.encoding)
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    ledger = plan(needs, _memory(properties), placement)
+    ledger = plan(needs, _memory(properties), placement, has_disk=False)
     if ledger.placement is Placement.DISK:
         raise SchemaError(
             "placement: the CUDA backend takes device or host, got disk; use device cpu",
@@ -130,7 +130,7 @@ def plan_on_device(
     native = Native()
     properties = native.device(_device_index(native, device))
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    return plan(needs, _memory(properties), placement)
+    return plan(needs, _memory(properties), placement, has_disk=False)
 
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:

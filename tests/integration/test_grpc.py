@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import queue
+import re
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -301,6 +304,12 @@ def test_tls_is_that_of_http(small_gguf: Path, tmp_path: Path) -> None:
     with grpc.secure_channel(target, credentials, options) as channel:
         info = engram_pb2_grpc.EngramStub(channel).GetInfo(pb.GetInfoRequest())
         assert json.loads(info.json)["geometry"]
+    url = re.search(r"^ready (https://\S+)", "".join(server.lines), re.MULTILINE)
+    assert url, "HTTP has the same certificate"
+    context = ssl.create_default_context(cafile=str(cert))
+    with httpx.Client(verify=context, trust_env=False) as client:
+        port = url[1].rpartition(":")[2]
+        assert client.get(f"https://localhost:{port}/livez").status_code == 200
     assert server.stop() == 0
 
 

@@ -14,16 +14,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.builders import Shape, write_gguf
 from tests.integration.door import metric, open_session, push, refusal, wait_until
-from tests.integration.server import ROOT, Server, running
+from tests.integration.server import ROOT, Server, read_answer, running
 
 
-def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def serve(*arguments: str, port: str = "0", **environment: str) -> subprocess.CompletedProcess[str]:
     """A server that must refuse to start."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("ENGRAM_")} | environment
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-m", "service", "serve", *arguments, "--port", "0"],
+        [sys.executable, "-m", "service", "serve", *arguments, "--port", port],
         capture_output=True,
         text=True,
         timeout=90,
@@ -64,6 +65,22 @@ def test_malformed_setting_is_refused(small_gguf: Path) -> None:
     assert "max_tokens" in told(serve(str(small_gguf), "--max-tokens", "5_0")).replace("-", "_")
 
 
+def test_short_memory_says_what_is_missing(small_gguf: Path) -> None:
+    output = told(serve(str(small_gguf), "--device", "cpu", "--memory-reserve-bytes", "900000GiB"))
+    assert "GiB of host memory needed" in output
+    assert "memory_reserve_bytes" in output
+
+
+def test_taken_port_is_named(small_gguf: Path, server: Server) -> None:
+    done = serve(str(small_gguf), port=str(server.port))
+    assert f"{server.port} on 127.0.0.1 is taken" in told(done)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_absent_gpu_is_told(small_gguf: Path) -> None:
+    assert "CUDA" in told(serve(str(small_gguf), "--device", "cuda:0"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_an_idle_server_with_0(small_gguf: Path, number: signal.Signals) -> None:
     server = Server(small_gguf)
@@ -90,6 +107,38 @@ def test_drain_lets_a_running_call_end_and_refuses_new_ones(small_gguf: Path) ->
         assert refusal(other.post("/v1/sessions", json={})) == (503, "draining")
         assert waiting.recv(4096).startswith(b"HTTP/1.1 409")
     assert server.end() == 0
+
+
+def test_drain_takes_the_rest_of_a_body_and_outlasts_a_held_connection(tmp_path: Path) -> None:
+    """20 MB, half of them sent before the signal; a connection that says nothing stays open."""
+    shape = Shape(head_dim=256, dim=128, hc_mult=4)
+    checkpoint = write_gguf(tmp_path / "wide.gguf", shape, table="Q2_K", wkv="Q2_K", seed=1)
+    server = Server(checkpoint, "--max-tokens", "10000")
+    server.wait_until_ready()
+    count = 10_000
+    with server.client() as client, server.socket() as sending, server.socket() as held:
+        held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert read_answer(held)[0] == 200
+        name = open_session(client)["session_id"]
+        push(client, name, 0, [4] * count, ahead=False)
+        body = bytes(count * 4 * 128 * 4)
+        assert len(body) > 20_000_000
+        sending.sendall(
+            f"POST /v1/sessions/{name}/layers/1/residual?position=0 HTTP/1.1\r\n"
+            f"Host: localhost\r\nContent-Type: application/octet-stream\r\n"
+            f"X-Engram-Shape: {count},4,128\r\nX-Engram-Dtype: F32\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body[: len(body) // 2]
+        )
+        wait_until(client, "engram_in_flight_bytes", lambda bytes_: bytes_ >= len(body))
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/readyz").status_code == 200:
+            pass
+        sending.sendall(body[len(body) // 2 :])
+        status, answer = read_answer(sending)
+        assert (status, len(answer)) == (200, len(body))
+        assert server.end() == 0
+        assert held.recv(1) == b"", "closed by the server"
 
 
 def test_second_signal_does_not_wait_for_the_call_in_flight(small_gguf: Path) -> None:

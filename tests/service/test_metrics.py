@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -13,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from engram_client import EngramClient
 from service.demo_judge import Answer
 from service.demo_story import Story
-from tests.integration.server import Server
+from service.metrics import ENGINE
+from tests.integration.server import ROOT, Server
 from tests.service.door import InProcess, i32, i64
 
 MAX_SERIES = 400
-STAGES = {"receive", "check", "queue", "project", "read_kv", "gate", "rows"}
+STAGES = {"receive", "check", "queue", "project", "read_kv", "gate", "rows", "send"}
 
 
 class Indifferent:
@@ -59,7 +61,17 @@ def test_counters_have_no_series_of_their_creation(text: str) -> None:
 def test_every_stage_of_the_demo_is_told(text: str) -> None:
     families = {family.name: family for family in text_string_to_metric_families(text)}
     stages = {sample.labels["stage"] for sample in families["engram_stage_seconds"].samples}
-    assert stages >= STAGES
+    assert STAGES <= stages <= set(documented_stages())
+
+
+def documented_stages() -> list[str]:
+    text = (ROOT / "docs/operating.md").read_text("utf-8").split("| stage |")[1].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
+
+
+def test_stages_that_the_engine_counts_are_documented() -> None:
+    busy = {dict(told.labels).get("stage", "queue") for told in ENGINE.values()}
+    assert busy <= set(documented_stages())
 
 
 def test_only_counters_carry_operation_and_code(text: str) -> None:

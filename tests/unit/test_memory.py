@@ -112,6 +112,25 @@ def test_less_than_the_reserve_after_loading_is_refused() -> None:
         check(need, ledger, gpu(0.9, 1))
 
 
+LATE = "may still be giving its memory back"
+
+
+def test_short_shared_memory_may_be_a_former_process_s() -> None:
+    """On a GB10 it comes back late, and a GPU's backend has no disk to fall back to."""
+    memory = gpu(3, 50, integrated=True)
+    with pytest.raises(MemoryShort, match=f"disk with device cpu; a process .* {LATE}.* try again"):
+        plan(needs(60), memory, has_disk=False)
+    with pytest.raises(MemoryShort, match=LATE):
+        check(needs(60, reserve=51), plan(needs(1), memory), memory)
+
+
+@pytest.mark.parametrize("memory", [cpu(2), gpu(3, 2)])
+def test_other_memory_comes_back_at_once(memory: Memory) -> None:
+    with pytest.raises(MemoryShort) as got:
+        plan(needs(60), memory, has_disk=False)
+    assert LATE not in got.value.message
+
+
 def fake_host(folder: Path, **files: str) -> Path:
     (folder / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
     for name, text in files.items():
