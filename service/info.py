@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from engram_core.engine_types import MAX_POSITIONS, MAX_WAIT_MS
 from service import schemas
 from service.state import Model, ServiceState
+from service.versions import versions
 
 
 def describe(model: Model, state: ServiceState) -> schemas.Info:
@@ -30,15 +27,6 @@ def describe(model: Model, state: ServiceState) -> schemas.Info:
         limits=_limits(model, state),
         versions=versions(),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what runs."""
-    return {
-        "service": version("engram-service"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _table(model: Model) -> schemas.Table:

@@ -17,6 +17,7 @@ from service.admission import InFlightPool
 from service.metrics import Metrics
 from service.problems import Loading, ShardDown
 from service.settings import Settings
+from service.versions import versions
 
 if TYPE_CHECKING:
     from engram_core.backends.base import Backend
@@ -109,6 +110,7 @@ class ServiceState:
         metrics.watch(lambda: model.engine.counters)
         metrics.in_flight_bytes.set_function(lambda: self.pool_bytes)
         metrics.ready.set_function(lambda: float(self.is_ready))
+        metrics.build.info({**versions(), "backend": model.backend.name})
         for line in model.ledger.lines:
             metrics.ledger_bytes.labels(line.name, line.pool).set(line.num_bytes)
 

@@ -74,6 +74,22 @@ def test_stages_that_the_engine_counts_are_documented() -> None:
     assert busy <= set(documented_stages())
 
 
+def test_ledger_build_loading_and_refusals_are_told(text: str) -> None:
+    told = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for purpose in ("kv store", "wkv", "in flight", "reserve"):
+        assert told["engram_ledger_bytes", "host", purpose] > 0
+    assert any(name == "engram_build_info" and len(labels) > 1 for name, *labels in told)
+    assert 0 <= told["engram_load_stage_ratio",] <= 1
+    refused = [
+        key for key in told if key[0] == "engram_requests_total" and "unknown_session" in key
+    ]
+    assert sum(told[key] for key in refused) >= 1
+
+
 def test_only_counters_carry_operation_and_code(text: str) -> None:
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels}

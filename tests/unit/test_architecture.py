@@ -80,7 +80,7 @@ LEVELS = {
     "service": [
         "",
         "console logs strict problems metrics notify tracing",
-        "schemas settings admission",
+        "schemas settings admission versions",
         "operations access flags listeners bodies",
         "state",
         "calls steps info loading verbs",
