@@ -120,7 +120,7 @@ class Settings(BaseModel):
         description="memory left to others (16GiB on integrated GPUs, else 1GiB)",
     )
     graphs: Literal["auto", "off"] = Field(
-        default="auto", description="CUDA graphs for small batches"
+        default="auto", description="CUDA graphs (changes nothing: no backend has them)"
     )
     keys_file: Path | None = Field(
         default=None, description="API keys: `name scope sha256(key)` a line"
