@@ -39,12 +39,18 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except typer.TyperException as error:
-        _refuse(error.format_message() if hasattr(error, "format_message") else str(error), 2)
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        if not text:
+            sys.exit(2)  # a command without arguments: its help has been printed
+        _refuse(text, 2)
     except SettingsError as error:
         _refuse(str(error), 2)
     except EngramError as error:
         _refuse(error.message, 1)
-    except (ListenError, OSError) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror
+        _refuse(f"{error.filename}: {error.strerror}" if named else str(error), 1)
+    except ListenError as error:
         _refuse(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         _refuse("interrupted", 130)
@@ -128,7 +134,7 @@ def hash_tokens(
     from engram_core.checkpoint import open_checkpoint
     from engram_core.hashing import EngramHasher
 
-    ids = np.array([integer(text, "ID") for text in token_ids], np.int64)
+    ids = np.array([integer(text, f"ID {text[:40]!r}") for text in token_ids], np.int64)
     opened = open_checkpoint(checkpoint)
     hash_ids = EngramHasher(opened.hash_tables, len(ids)).hash(ids, 0)
     layers = {
@@ -228,7 +234,7 @@ def compare(
 
     if png is not None:
         require_plot()
-    content = text.read_text(encoding="utf-8")
+    content = _utf8(text)
     with progress_bars() as report:
         found = compare_checkpoints(
             a, b, content, tokenizer=tokenizer, max_tokens=max_tokens, progress=report
@@ -329,6 +335,15 @@ def add_key(
         raise SettingsError("keys add: no keys_file; give --keys-file, or set ENGRAM_KEYS_FILE")
     print(access.add_key(path, name, scope))
     print(f"{name} ({scope}) is in {path}; the key is not kept anywhere else", file=sys.stderr)
+
+
+def _utf8(path: Path) -> str:
+    """Return the text of a file. Raises OSError; EngramError: it is not UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start
+        raise EngramError(f"{path}: expected UTF-8 text, got other bytes at {at}") from None
 
 
 def _print_json(document: object) -> None:

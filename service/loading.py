@@ -84,7 +84,9 @@ def choose_device(name: str) -> Device:
     except (EngramError, OSError) as error:
         if name == "auto":
             return Device("cpu", f"no GPU can be used: {error}")
-        raise
+        raise EngramError(
+            f"device {name} cannot be used: {error}; name another, or auto (the CPU without a GPU)"
+        ) from error
     why = "the first GPU" if name == "auto" else "asked for"
     return Device(asked, why, bool(properties.integrated))
 
