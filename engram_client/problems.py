@@ -64,7 +64,7 @@ class EngramProblem(EngramClientError):
     def _text(self) -> str:
         parts = [f"{self.status} {self.code}: {self.detail}"]
         for name, value in (("expected", self.expected), ("got", self.got)):
-            if value is not None:
+            if value is not None and f"{name} " not in self.detail:
                 parts.append(f"{name} {value!r}")
         return ", ".join(parts)
 

@@ -372,21 +372,26 @@ def as_view(value: NDArray[Any] | torch.Tensor) -> TensorView:
     if is_torch(value):
         return _view_of_torch(value)  # type: ignore[arg-type]
     if not isinstance(value, np.ndarray):
+        kind = type(value).__name__
         raise WireError(
-            "not an array", expected="numpy array or torch tensor", got=type(value).__name__
+            f"expected a numpy array or a torch tensor, got {kind}", expected="an array", got=kind
         )
     dtype = _NAME_OF_NUMPY.get(value.dtype)
     if dtype is None:
-        raise WireError(f"dtype {value.dtype}", expected=list(ITEMSIZE), got=str(value.dtype))
+        raise _other_dtype(str(value.dtype))
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return TensorView(dtype, value.shape, flat.data)
+
+
+def _other_dtype(got: str) -> WireError:
+    expected = f"{', '.join(ITEMSIZE)} on the CPU, little-endian"
+    return WireError(f"array: expected {expected}, got {got}", expected=expected, got=got)
 
 
 def _view_of_torch(tensor: torch.Tensor) -> TensorView:
     dtype = _NAME_OF_TORCH.get(str(tensor.dtype))
     if dtype is None or tensor.device.type != "cpu":
-        got = f"{tensor.dtype} on {tensor.device}"
-        raise WireError(f"tensor {got}", expected=f"{list(ITEMSIZE)} on the CPU", got=got)
+        raise _other_dtype(f"{tensor.dtype} on {tensor.device}")
     import torch
 
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

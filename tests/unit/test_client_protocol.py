@@ -577,6 +577,21 @@ def test_the_owner_is_told_at_every_open() -> None:
     assert harness.run(harness.protocol.close_owner("runner-0")) == 2
 
 
+def test_a_lookback_without_a_position_is_not_dropped(harness: Harness) -> None:
+    harness.services[0].refuse = lambda request: (
+        Refusal(422, "schema") if b'"lookback":[7]' in b"".join(map(bytes, request.body)) else None
+    )
+    with pytest.raises(problems.SchemaProblem):
+        harness.open(0, [7])
+
+
+def test_a_problem_says_each_value_once() -> None:
+    told = {"code": "gap", "detail": "expected at most 4, got 9", "expected": 4, "got": 9}
+    assert str(problems.problem_of(409, told)) == "409 gap: expected at most 4, got 9"
+    told["detail"] = "behind the end"
+    assert str(problems.problem_of(409, told)) == "409 gap: behind the end, expected 4, got 9"
+
+
 @pytest.mark.parametrize(
     "segments",
     [
