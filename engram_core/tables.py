@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -75,7 +76,7 @@ class Table(Protocol):
         """Free what the table holds."""
 
 
-class _Rows:
+class _Rows(ABC):
     """What tables share: the range check, rows asked for twice, dequantisation."""
 
     def __init__(self, encoding: str, num_rows: int, head_dim: int) -> None:
@@ -98,12 +99,13 @@ class _Rows:
             rows[piece] = to_bf16(self.form.dequantize(stored[piece]))
         return rows.index_select(0, torch.from_numpy(places))
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the table holds."""
 
+    @abstractmethod
     def _read(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Read distinct rows, ascending, all inside the table."""
-        raise NotImplementedError
 
     def _distinct(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         check_rows(ids, self.num_rows)

@@ -65,9 +65,6 @@ GGUF_UNUSED = (
 )
 """Keys that say nothing a table's rows depend on."""
 
-EXTRACT_KEYS = ("identity", "image_token_id", "manifest_bytes", "encoding")
-"""What `engram extract` adds to the keys of A."""
-
 GGUF_LAYOUTS = {
     "A": "layer_ids head_count key_length max_ngram_size multipliers primes offsets token_map "
     "pad_id",

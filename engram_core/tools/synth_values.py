@@ -41,8 +41,6 @@ _BLOCK_SCALES: dict[str, tuple[tuple[int, float], ...]] = {
 }
 """Where a block keeps its float16 scales, and their size for values of about 1 around 0."""
 
-ENCODINGS = (*_FLOATS, *_BLOCK_SCALES, "MXFP4", ROW264)
-
 
 def random_rows(
     rng: np.random.Generator, encoding: str, shape: tuple[int, int], *, octave: int, spread: int
