@@ -1,12 +1,11 @@
 """What the running service is: loading, ready, draining or failed, and what it serves.
 
-Owned by the app; touched by the event loop's thread only (the loader reports through
-`call_soon_threadsafe`).
+Owned by the app; touched by the event loop's thread only, but for `progress`, which the loader's
+thread replaces as a whole.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +66,6 @@ class ServiceState:
         self.progress = Progress()
         self.num_active = 0
         self.is_draining = False
-        self.idle = asyncio.Event()
         self._model: Model | None = None
         self._pool: InFlightPool | None = None
         self.metrics.active_requests.set_function(lambda: self.num_active)
@@ -138,10 +136,7 @@ class ServiceState:
     def enter(self) -> None:
         """Count a request in."""
         self.num_active += 1
-        self.idle.clear()
 
     def leave(self) -> None:
         """Count a request out."""
         self.num_active -= 1
-        if not self.num_active:
-            self.idle.set()
