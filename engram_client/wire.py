@@ -114,6 +114,7 @@ class TensorView:
 
     @property
     def spec(self) -> TensorSpec:
+        """Dtype and shape."""
         return self.dtype, self.shape
 
 

@@ -65,6 +65,7 @@ class Geometry:
 
     @property
     def in_features(self) -> int:
+        """Values that wkv takes: the rows of one token, end to end."""
         return self.n_hash_cols * self.head_dim
 
     @property

@@ -93,14 +93,17 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
+        """How many positions it is about."""
         return self.stop - self.start
 
     @property
     def dead(self) -> NDArray[np.bool_]:
+        """Its dead flags: bool [T]."""
         return self.job.read.dead[self.start : self.stop]
 
     @property
     def windows(self) -> NDArray[np.int32] | None:
+        """Its windows: int32 [T, max_ngram_size]; None where hash ids were given."""
         windows = self.job.read.windows
         return None if windows is None else windows[self.start : self.stop]
 

@@ -50,6 +50,7 @@ class Registry:
 
     @property
     def is_full(self) -> bool:
+        """Whether no row is free."""
         return not self._free
 
     def row(self, tenant: str, session_id: int | None) -> int | None:
@@ -62,9 +63,11 @@ class Registry:
         return np.fromiter(found, dtype=np.int64, count=len(session_ids))
 
     def session_id(self, row: int) -> int:
+        """The id of a row's session."""
         return int(self._ids[row])
 
     def opening(self, row: int) -> Opening:
+        """How a row's session was opened."""
         return self._opening_of[row]
 
     def add(self, tenant: str, opening: Opening) -> int:
@@ -97,9 +100,11 @@ class Registry:
         self._last_used[rows] = self._clock()
 
     def of_owner(self, tenant: str, owner: str) -> list[int]:
+        """Rows of the sessions opened with this owner."""
         return [row for row in self.of_tenant(tenant) if self._opening_of[row].owner == owner]
 
     def of_tenant(self, tenant: str) -> list[int]:
+        """Rows of a tenant's sessions."""
         return list(self._tenants.get(tenant, {}).values())
 
     def idle(self, seconds: float) -> list[int]:

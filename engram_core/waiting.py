@@ -33,11 +33,13 @@ class WaitingReads:
         return len(self._waits)
 
     def add(self, wait: Wait) -> None:
+        """Let a read wait."""
         self._waits.add(wait)
         for name in wait.names:
             self._by_session.setdefault(name, set()).add(wait)
 
     def remove(self, wait: Wait) -> None:
+        """Forget a wait; its step is not answered by this."""
         self._waits.discard(wait)
         for name in wait.names:
             waits = self._by_session[name]
@@ -56,9 +58,11 @@ class WaitingReads:
         return [w for w in self._waits if w.deadline_s <= now_s or w.step.answer.done()]
 
     def next_deadline_s(self) -> float | None:
+        """The earliest deadline, None if nothing waits."""
         return min((wait.deadline_s for wait in self._waits), default=None)
 
     def clear(self) -> list[Wait]:
+        """Forget every wait; returns them."""
         waits = list(self._waits)
         self._waits.clear()
         self._by_session.clear()

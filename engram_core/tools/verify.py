@@ -54,6 +54,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether every check keeps its promise and the file is what its manifest says."""
         intact = self.manifest is None or not self.manifest.bad
         return intact and not any(check.outside for check in self.checks)
 
