@@ -450,14 +450,6 @@ FAULTS = (
     ),
     # ------------------------------------------------------------------ the door
     fault(
-        "drain-does-not-wait",
-        "service/lifecycle.py",
-        "return not state.num_active or time.monotonic() >= self._drain_until",
-        "return True",
-        "tests/integration/test_lifecycle.py::"
-        "test_drain_takes_the_rest_of_a_body_and_outlasts_a_held_connection",
-    ),
-    fault(
         "foreign-host-answered",
         "service/access.py",
         "                check_host(headers)\n",
