@@ -89,8 +89,9 @@ class _Stream:
 
     @property
     def tenant(self) -> str:
-        """Whose stream it is."""
-        return self._head.tenant
+        """Whose stream it is, also when the key is gone (which `Call.tenant` refuses to tell)."""
+        assert self._head.key is not None
+        return self._head.key.name
 
     def end(self, reason: EngramError) -> None:
         """End the stream with a refusal."""
