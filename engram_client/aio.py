@@ -64,6 +64,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
             self._fail(error)
         self._changed.set()
 
+    def eof_received(self) -> None:
+        """Reuse nothing that the service has half-closed; the transport closes once it has sent."""
+        self._fail(ConnectionLost("the connection was closed: by the service"))
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(ConnectionLost(f"the connection was closed: {exc or 'by the service'}"))
 
