@@ -101,7 +101,7 @@ class FastPath:
             "client": head.client,
             "server": head.server,
         }
-        call = Call(self._state, Inbox(scope, _never), request_id(head.headers))
+        call = Call(self._state, Inbox(scope), request_id(head.headers))
         read: TensorRead | Refusal
         try:
             call.key = self._desk.identify(scope)
@@ -356,8 +356,3 @@ class Exchange:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-async def _never() -> Any:
-    """Stand where an ordinary request receives its body: here it is received otherwise."""
-    raise NotImplementedError

@@ -131,9 +131,4 @@ def fitting_text(error: EngramError) -> str:
 
 def no_inbox() -> Inbox:
     """Return the inbox of a call whose bytes do not come over HTTP."""
-    return Inbox({"headers": ()}, _never)
-
-
-async def _never() -> Any:
-    """Stand where HTTP receives a body."""
-    raise NotImplementedError
+    return Inbox({"headers": ()})
