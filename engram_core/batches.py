@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -16,41 +15,7 @@ from engram_core.hashing import hash_windows
 from engram_core.jobs import Piece
 from engram_core.kv_store import KvStore, Lease
 from engram_core.pages import Ints
-
-
-class Stages:
-    """Seconds by stage over all batches of a lane. `queue`: of jobs, the others of batches."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.num_batches = 0
-        self.num_tokens = 0
-        self.largest_batch = 0
-
-    def begin(self, batch: Sequence[Piece]) -> None:
-        """Count a batch, and how long those of its jobs that had not begun yet have waited."""
-        tokens = sum(piece.num_tokens for piece in batch)
-        self.num_batches += 1
-        self.num_tokens += tokens
-        self.largest_batch = max(self.largest_batch, tokens)
-        now = time.perf_counter()
-        for job in {piece.job for piece in batch}:
-            if "queue" not in job.stages:
-                self._add("queue", now - job.submitted_s)
-                job.stages["queue"] = now - job.submitted_s
-
-    @contextmanager
-    def measure(self, stage: str, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Time a stage: to each of the jobs it is the whole time, in the total it counts once."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        self._add(stage, seconds)
-        for job in {piece.job for piece in pieces}:
-            job.stages[stage] = job.stages.get(stage, 0.0) + seconds
-
-    def _add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+from engram_core.stages import BatchCounts, StageClock
 
 
 class KvBatches:
@@ -60,15 +25,18 @@ class KvBatches:
         ones each on their own, without a copy
     """
 
-    def __init__(self, backend: Backend, store: KvStore, merge_tokens: int) -> None:
-        self.stages = Stages()
+    def __init__(
+        self, backend: Backend, store: KvStore, merge_tokens: int, clock: StageClock
+    ) -> None:
+        self.counts = BatchCounts()
+        self._clock = clock
         self._backend = backend
         self._store = store
         self._merge_tokens = merge_tokens
 
     def run(self, batch: list[Piece]) -> None:
         """Find or compute the kv of every token, then write the answers."""
-        self.stages.begin(batch)
+        self.counts.begin(batch)
         windowed = [piece for piece in batch if piece.windows is not None]
         anonymous = [piece for piece in batch if piece.windows is None]
         if windowed:
@@ -82,14 +50,14 @@ class KvBatches:
 
     def answer(self, batch: list[Piece], slots: Ints) -> None:
         """Write the answers of one layer whose kv is there. slots: int64 [T], of all pieces."""
-        self.stages.begin(batch)
+        self.counts.begin(batch)
         self._answer(batch, slots)
 
     @contextmanager
     def _lease(self, pieces: list[Piece]) -> Iterator[Lease]:
         """Pin the entries of windows, computing those that are missing."""
         layer = pieces[0].layer
-        with self.stages.measure("project", pieces):
+        with self._clock.measure("store", pieces):
             windows = np.concatenate(
                 [piece.windows for piece in pieces if piece.windows is not None]
             )
@@ -111,7 +79,7 @@ class KvBatches:
     @contextmanager
     def _lend(self, pieces: list[Piece]) -> Iterator[Ints]:
         """Compute the kv of given hash_ids into slots that no key finds."""
-        with self.stages.measure("project", pieces):
+        with self._clock.measure("store", pieces):
             hash_ids = np.concatenate(
                 [piece.hash_ids for piece in pieces if piece.hash_ids is not None]
             )
@@ -148,12 +116,12 @@ class KvBatches:
             dead = np.concatenate([piece.dead for piece in pieces])
         tensors = [piece.tensor for piece in pieces]
         if output is Output.RESIDUAL:
-            with self.stages.measure("gate", pieces):
+            with self._clock.measure("gate", pieces):
                 merged = tensors[0] if len(run) == 1 else torch.cat(tensors)
                 self._backend.gate(layer, slots, dead, merged, merged)
                 _scatter(merged, tensors)
         else:
-            with self.stages.measure("read_kv", pieces):
+            with self._clock.measure("read_kv", pieces):
                 first = tensors[0]
                 merged = first if len(run) == 1 else first.new_empty((len(slots), *first.shape[1:]))
                 self._backend.read_kv(layer, slots, dead, merged)
@@ -163,16 +131,17 @@ class KvBatches:
 class RowBatches:
     """Batches that need no kv: rows and hash_ids."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.stages = Stages()
+    def __init__(self, backend: Backend, clock: StageClock) -> None:
+        self.counts = BatchCounts()
+        self._clock = clock
         self.rows_gathered = 0
         self._backend = backend
 
     def run(self, batch: list[Piece]) -> None:
         """Hash, and gather, piece by piece."""
-        self.stages.begin(batch)
+        self.counts.begin(batch)
         for piece in batch:
-            with self.stages.measure("hash_ids", [piece]):
+            with self._clock.measure("hash_ids", [piece]):
                 hash_ids = piece.hash_ids
                 if piece.windows is not None:
                     tables = self._backend.hash_tables
@@ -182,7 +151,7 @@ class RowBatches:
                 piece.tensor.numpy()[:] = hash_ids
             else:
                 stored = piece.job.stored
-                with self.stages.measure("rows", [piece]):
+                with self._clock.measure("rows", [piece]):
                     self._backend.rows(piece.layer, hash_ids, piece.tensor, stored=stored)
                 self.rows_gathered += hash_ids.size
             piece.job.finish_piece()

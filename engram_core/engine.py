@@ -35,6 +35,7 @@ from engram_core.reads import read_hash_ids, read_lookback
 from engram_core.requests import check_open, check_tokens
 from engram_core.scheduler import Scheduler
 from engram_core.sessions import Pushed, SessionPool
+from engram_core.stages import Watcher
 from engram_core.steps import Steps
 from engram_core.waiting import DeadlineTimer
 
@@ -219,6 +220,10 @@ class Engine:
         call_soon: calls a function on this thread after its present turn
         """
         self._scheduler.attach(call_soon)
+
+    def watch_stages(self, watcher: Watcher) -> None:
+        """Tell the stages of every batch, work ahead included (see `StageClock.watch`)."""
+        self._scheduler.clock.watch(watcher)
 
     @property
     def failure(self) -> EngramError | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from engram_core.backends.base import Backend
-from engram_core.batches import KvBatches, RowBatches, Stages
+from engram_core.batches import KvBatches, RowBatches
 from engram_core.engine_types import EngineLimits, Output
 from engram_core.errors import Draining, EngramError, Internal
 from engram_core.jobs import Job, Piece
@@ -20,6 +20,7 @@ from engram_core.kv_store import KvStore
 from engram_core.lanes import Class, Lane
 from engram_core.near import MAX_PINNED, CallSoon, Near
 from engram_core.queues import ChunkQueue, FairQueue
+from engram_core.stages import BatchCounts, StageClock
 
 _READS, _DECODE_AHEAD, _PREFILL_AHEAD = range(3)
 
@@ -46,10 +47,11 @@ class Scheduler:
         launch = min(limits.max_tokens, num_slots)
         self._ahead_limit = min(backend.num_slots, _AHEAD_LAUNCHES * launch)
         self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
-        self._kv = KvBatches(backend, self.store, self._piece_tokens)
-        self._near_kv = KvBatches(backend, self.store, self._piece_tokens)
+        self.clock = backend.observer = StageClock()
+        self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
+        self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
         self._near = Near(self.store, self._near_kv, limits.near_tokens, self._fail)
-        self._rows = RowBatches(backend)
+        self._rows = RowBatches(backend, self.clock)
         self._kv_lane = Lane(
             "engram-kv",
             [
@@ -127,10 +129,6 @@ class Scheduler:
     def counters(self) -> dict[str, float]:
         """Plain numbers since the start."""
         store = self.store.counters
-        seconds: dict[str, float] = {}
-        for stages in (self._kv.stages, self._near_kv.stages, self._rows.stages):
-            for stage, value in list(stages.seconds.items()):
-                seconds[f"{stage}_s"] = seconds.get(f"{stage}_s", 0.0) + value
         return {
             "kv_hits": store.hits,
             "kv_misses": store.misses,
@@ -140,10 +138,9 @@ class Scheduler:
             "ahead_tokens": self._ahead_tokens,
             "ahead_dropped": self._ahead_dropped,
             "rows_gathered": self._rows.rows_gathered,
-            **_batch_counters("kv", self._kv.stages),
-            **_batch_counters("near", self._near_kv.stages),
-            **_batch_counters("rows", self._rows.stages),
-            **seconds,
+            **_batch_counters("kv", self._kv.counts),
+            **_batch_counters("near", self._near_kv.counts),
+            **_batch_counters("rows", self._rows.counts),
         }
 
     def _queue(self, lane: Lane, job: Job, class_index: int) -> bool:
@@ -165,9 +162,9 @@ class Scheduler:
             lane.stop(error)
 
 
-def _batch_counters(lane: str, stages: Stages) -> dict[str, float]:
+def _batch_counters(lane: str, counts: BatchCounts) -> dict[str, float]:
     return {
-        f"{lane}_batches": stages.num_batches,
-        f"{lane}_batch_tokens": stages.num_tokens,
-        f"{lane}_largest_batch": stages.largest_batch,
+        f"{lane}_batches": counts.num_batches,
+        f"{lane}_batch_tokens": counts.num_tokens,
+        f"{lane}_largest_batch": counts.largest_batch,
     }

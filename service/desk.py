@@ -21,6 +21,7 @@ from service.access import KEYLESS, Key
 from service.bodies import Headers
 from service.calls import Call
 from service.logs import LineLimit
+from service.metrics import REQUEST_STAGES
 from service.operations import OPERATIONS, PUBLIC_PATHS
 from service.state import ServiceState
 from service.tracing import record_span, sampled_parent
@@ -51,7 +52,6 @@ class Desk:
         self._lines = LineLimit(_LINES_PER_S)
         # Looked up once: prometheus_client takes a lock and builds a key at every `labels`.
         self._request_counts = cache(state.metrics.requests.labels)
-        self._stage_times = cache(state.metrics.stage_seconds.labels)
 
     def identify(self, scope: Scope) -> Key:
         """Return who asks. Raises Misdirected, Unauthenticated."""
@@ -104,8 +104,9 @@ class Desk:
             metrics.body_bytes.observe(call.inbox.num_bytes)
         if call.sent_bytes:
             metrics.sent_bytes.inc(call.sent_bytes)
-        for stage, stage_seconds in call.stages.items():
-            self._stage_times(stage).observe(stage_seconds)
+        for stage in REQUEST_STAGES:
+            if stage in call.stages:
+                metrics.observe_stage(stage, call.stages[stage])
 
 
 def answer_headers(call: Call) -> Headers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +21,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from engram_core.backends.base import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -54,7 +57,11 @@ def _batches(backend: str) -> dict[str, EngineMetric]:
     }
 
 
-_BUSY = "Seconds spent in each stage by the engine."
+REQUEST_STAGES = ("receive", "check", "queue", "send")
+"""Stages of a request; what it waits for in between."""
+
+BATCH_STAGES = ("store", *STAGES, "read_kv", "hash_ids", "rows")
+"""Stages of a batch, which are seen once however many requests wait for it."""
 
 ENGINE: Mapping[str, EngineMetric] = {
     "sessions_opened": _of("sessions_opened", "Sessions opened."),
@@ -81,12 +88,6 @@ ENGINE: Mapping[str, EngineMetric] = {
     **_batches("kv"),
     **_batches("near"),
     **_batches("rows"),
-    "queue_s": _of("busy_seconds", _BUSY, stage="queue"),
-    "project_s": _of("busy_seconds", _BUSY, stage="project"),
-    "read_kv_s": _of("busy_seconds", _BUSY, stage="read_kv"),
-    "gate_s": _of("busy_seconds", _BUSY, stage="gate"),
-    "hash_ids_s": _of("busy_seconds", _BUSY, stage="hash_ids"),
-    "rows_s": _of("busy_seconds", _BUSY, stage="rows"),
 }
 """The engine's counters by their names there; a test says when one is missing here."""
 
@@ -112,11 +113,15 @@ class Metrics:
         )
         self.stage_seconds = Histogram(
             "engram_stage_seconds",
-            "Time by stage of tensor requests (docs/operating.md).",
+            f"Seconds of a stage: {', '.join(REQUEST_STAGES)} of each tensor request; "
+            f"{', '.join(BATCH_STAGES)} of each batch, work ahead included. "
+            "h2d and d2h exist on CUDA alone.",
             ("stage",),
             buckets=_SECONDS,
             registry=self.registry,
         )
+        # Looked up once: prometheus_client takes a lock and builds a key at every `labels`.
+        self._stages = cache(self.stage_seconds.labels)
         self.body_bytes = Histogram(
             "engram_body_bytes",
             "Bytes of request bodies.",
@@ -150,6 +155,10 @@ class Metrics:
             registry=self.registry,
         )
         self.build = Info("engram_build", "Versions and backend.", registry=self.registry)
+
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        """Count one stage; any thread."""
+        self._stages(stage).observe(seconds)
 
     def watch(self, counters: Callable[[], Mapping[str, int | float]]) -> None:
         """Tell the engine's counters at every scrape."""

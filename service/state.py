@@ -106,6 +106,7 @@ class ServiceState:
         self._model = model
         metrics = self.metrics
         metrics.watch(lambda: model.engine.counters)
+        model.engine.watch_stages(metrics.observe_stage)
         metrics.in_flight_bytes.set_function(lambda: self.pool_bytes)
         metrics.ready.set_function(lambda: float(self.is_ready))
         metrics.build.info({**versions(), "backend": model.backend.name})

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends.base import StageObserver, Unobserved
 from engram_core.geometry import EngramHashTables, Geometry
 
 TOY = EngramHashTables.derive([1, 14], 4, 2, 100, np.arange(16), pad_token_id=2)
@@ -57,6 +58,7 @@ class RecordingBackend:
         self.geometry = SIZES
         self.hash_tables = TOY
         self.num_slots = num_slots
+        self.observer: StageObserver = Unobserved()
         self.encodings = ("F32", "F32")
         self.row_bytes = (16, 16)
         self.calls: list[Call] = []

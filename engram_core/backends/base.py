@@ -18,9 +18,36 @@ from numpy.typing import NDArray
 
 from engram_core.geometry import EngramHashTables, Geometry
 
+STAGES = ("hash_gather", "wkv", "h2d", "gate", "d2h")
+"""What a backend tells apart. hash_gather: row ids of windows, their rows gathered, dequantised and
+re-quantised; wkv: the projection, into its slots; h2d, d2h: copies between host and device."""
+
+
+class StageObserver(Protocol):
+    """Is told how long stages of a backend's calls take. Both methods cost about 1 us."""
+
+    def part(self, stage: str, seconds: float) -> None:
+        """Note a part of the call that this thread is in: it is taken off the call's own time."""
+
+    def late(self, stage: str, seconds: float) -> None:
+        """Note what the device did after its call had returned, once that is known; any thread."""
+
+
+class Unobserved:
+    """A `StageObserver` that nobody listens to."""
+
+    def part(self, stage: str, seconds: float) -> None:
+        """Nothing."""
+
+    def late(self, stage: str, seconds: float) -> None:
+        """Nothing."""
+
 
 class Backend(Protocol):
     """The arithmetic of the layer on one device."""
+
+    observer: StageObserver
+    """Told the stages of `STAGES` that exist here; set by who runs the calls, before the first."""
 
     name: str
     geometry: Geometry

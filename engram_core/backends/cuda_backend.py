@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends import native as abi
+from engram_core.backends.base import StageObserver, Unobserved
 from engram_core.backends.cuda_check import (
     check_gate,
     check_projection,
@@ -83,6 +84,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    observer: StageObserver = Unobserved()
 
     def __init__(
         self,

@@ -6,12 +6,14 @@ and `gate.py` say what had to be done, `self_check.py` measures that it worked.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends.base import StageObserver, Unobserved
 from engram_core.backends.gate import Gate
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
 from engram_core.backends.self_check import check_gate, check_projection, check_sigmoid
@@ -29,7 +31,8 @@ class ReferenceBackend:
     tables, weights: one a layer, in the order of geometry.layer_ids
     num_slots: kv slots; their memory is reserved here and becomes resident as it is written
 
-    Without bfloat16 products `wkv` is kept as float32: twice the memory.
+    Without bfloat16 products `wkv` is kept as float32: twice the memory. Nothing is copied to a
+    device, so `observer` hears of no h2d and no d2h.
     """
 
     name = "reference"
@@ -46,6 +49,7 @@ class ReferenceBackend:
         self.geometry = geometry
         self.hash_tables = hash_tables
         self.num_slots = num_slots
+        self.observer: StageObserver = Unobserved()
         self.encodings = tuple(table.encoding for table in tables)
         self.row_bytes = tuple(table.row_bytes for table in tables)
         self._tables = tuple(tables)
@@ -87,6 +91,8 @@ class ReferenceBackend:
         if (windows is None) == (hash_ids is None):
             raise BadTensor("project: give exactly one of windows and hash_ids")
         self._check_slots(slots)
+        begun = time.perf_counter()
+        wkv_s = 0.0
         if hash_ids is None:
             assert windows is not None
             hash_ids = hash_windows(windows, self.hash_tables, [layer_index])[:, 0]
@@ -96,8 +102,12 @@ class ReferenceBackend:
             rows = rows.view(-1, self.geometry.in_features)
             if self._requantize[layer_index]:
                 rows = requantize(rows)
+            gathered = time.perf_counter()
             kv = self._projections[layer_index](rows)
             self._kv.index_copy_(0, torch.from_numpy(slots[piece]), kv)
+            wkv_s += time.perf_counter() - gathered
+        self.observer.part("hash_gather", time.perf_counter() - begun - wkv_s)
+        self.observer.part("wkv", wkv_s)
 
     def read_kv(
         self,
