@@ -12,7 +12,7 @@ SOURCES := engram_core engram_client service proto tests benchmarks examples
 setup: $(STAMP)
 
 # One pinned set of versions (constraints.txt); torch first, so that its pin decides which build.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/cpu/*)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: run make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -46,7 +46,8 @@ openapi: $(STAMP)
 proto: $(STAMP)
 	$(BIN)/python proto/generate.py
 
-# Compiles csrc for every architecture, warnings and register spills as errors (needs nvcc 13).
+# Compiles csrc, the kernels for every architecture, with warnings and register spills as errors
+# (needs nvcc 13).
 kernels: $(STAMP)
 	bash csrc/check.sh
 

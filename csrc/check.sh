@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/cuda
+cmake -S csrc -B build/cpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DENGRAM_STRICT=ON >/dev/null
+cmake --build build/cpu --target engram_cpu
 architectures="80;90a;100f;120a;121a"
 cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DENGRAM_ARCHITECTURES="$architectures" >/dev/null

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from engram_client.arrays import torch_of
 from engram_client.client import EngramClient
-from engram_core import Gate, Geometry, Projection, product_dtype, requantize
+from engram_core import Geometry, Projection, make_gate, product_dtype, requantize
 
 PROJECT_TOKENS = 512
 """Tokens that a `Projection` takes at a time."""
@@ -36,7 +37,7 @@ class LocalLayer:
         requantizes: bool = False,
     ) -> None:
         self._shape = tuple(qk.shape)
-        self._gate = Gate(_gate_geometry(qk, eps), qk)
+        self._gate = make_gate(_gate_geometry(qk, eps), qk)
         self._requantizes = requantizes
         self._projection = None if wkv is None else Projection(wkv, product_dtype())
 
@@ -62,12 +63,10 @@ class LocalLayer:
         Raises ValueError: shapes or dtypes.
         """
         _check_gate(residual, kv, dead, self._shape)
-        out = residual.clone()
-        live = torch.arange(len(residual)) if dead is None else (~dead).nonzero().flatten()
-        for begin in range(0, len(live), self._gate.tile_tokens):
-            places = live[begin : begin + self._gate.tile_tokens]
-            part = self._gate(residual.index_select(0, places), kv.index_select(0, places))
-            out.index_copy_(0, places, part)
+        residual = residual.contiguous()
+        out, slots = torch.empty_like(residual), np.arange(len(residual))
+        is_dead = np.zeros(len(residual), np.bool_) if dead is None else dead.numpy()
+        self._gate.update(kv.contiguous().flatten(1), slots, is_dead, residual, out)
         return out
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:

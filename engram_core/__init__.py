@@ -3,7 +3,7 @@
 `load(open_checkpoint(path), num_slots=...)` gives a backend, `Engine(backend)` its sessions.
 """
 
-from engram_core.backends.gate import Gate
+from engram_core.backends.cpu import make_gate
 from engram_core.backends.projection import Projection, product_dtype
 from engram_core.checkpoint import open_checkpoint
 from engram_core.engine import Engine
@@ -20,7 +20,6 @@ __all__ = [
     "EngramError",
     "EngramHashTables",
     "EngramHasher",
-    "Gate",
     "Geometry",
     "OpenRequest",
     "Output",
@@ -28,6 +27,7 @@ __all__ = [
     "Segments",
     "StepRequest",
     "load",
+    "make_gate",
     "open_checkpoint",
     "product_dtype",
     "requantize",

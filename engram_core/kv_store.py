@@ -79,7 +79,7 @@ class KvStore:
 
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
-        keys = _keys(layer_index, tenants, windows)
+        keys = keys_of(layer_index, tenants, windows)
         with self._lock:
             return self._acquire(keys)
 
@@ -88,7 +88,7 @@ class KvStore:
 
         tenants: int64 [T]; windows: int32 [T, max_ngram_size]
         """
-        keys = _keys(layer_index, tenants, windows)
+        keys = keys_of(layer_index, tenants, windows)
         with self._lock:
             try:
                 slots = np.array([self._slot_of[key] for key in keys], dtype=np.int64)
@@ -216,7 +216,7 @@ class KvStore:
         self._free += slots.tolist()
 
 
-def _keys(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> list[bytes]:
+def keys_of(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> list[bytes]:
     """One key a token: tenant, layer and window, whole."""
     fields = np.empty((len(windows), windows.shape[1] + 2), dtype=np.int32)
     fields[:, 0] = tenants

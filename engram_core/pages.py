@@ -50,10 +50,11 @@ class PagedIds:
 
     def __init__(self, num_rows: int, num_pages: int, max_positions: int) -> None:
         self.num_pages = num_pages
-        self._pages_per_row = -(-max_positions // PAGE)
+        self.pages_per_row = -(-max_positions // PAGE)
         self._ids = np.empty(num_pages * PAGE, dtype=np.int32)
         # First id of each page; 0 where there is none, so that a stray read stays inside _ids.
-        self._starts = np.zeros(num_rows * self._pages_per_row, dtype=np.int64)
+        self._starts = np.zeros(num_rows * self.pages_per_row, dtype=np.int64)
+        self._starts_at = self._starts.ctypes.data
         self._free = np.arange(num_pages, dtype=np.int64)[::-1] * PAGE
         self._num_free = num_pages
 
@@ -61,6 +62,15 @@ class PagedIds:
     def num_used(self) -> int:
         """Pages in use."""
         return self.num_pages - self._num_free
+
+    @property
+    def address(self) -> int:
+        """Where the ids begin."""
+        return self._ids.ctypes.data
+
+    def starts_address(self, row: int) -> int:
+        """Where the page table of a row begins: int64 [pages_per_row]."""
+        return self._starts_at + row * self.pages_per_row * self._starts.itemsize
 
     def resize(self, rows: Ints, before: Ints, after: Ints) -> None:
         """Give rows pages [before, after), or take pages [after, before) back.
@@ -96,7 +106,7 @@ class PagedIds:
         index = np.arange(pages.start, pages.stop, dtype=np.int64)
         by_page = self._ids.reshape(-1, PAGE)
         first, second = (
-            self._starts[row * self._pages_per_row + index] >> _SHIFT for row in (source, target)
+            self._starts[row * self.pages_per_row + index] >> _SHIFT for row in (source, target)
         )
         by_page[second] = by_page[first]
 
@@ -163,10 +173,10 @@ class PagedIds:
 
     def _entries(self, rows: Ints, starts: Ints, counts: Ints) -> Ints:
         """Entries of the page table for `counts` pages from `starts` on, row after row."""
-        return spread(rows * self._pages_per_row + starts, counts)
+        return spread(rows * self.pages_per_row + starts, counts)
 
     def _addresses(self, rows: Ints, positions: Ints) -> Ints:
-        entries = rows * self._pages_per_row + (positions >> _SHIFT)
+        entries = rows * self.pages_per_row + (positions >> _SHIFT)
         addresses: Ints = self._starts.take(entries)
         addresses += positions & (PAGE - 1)
         return addresses

@@ -1,8 +1,13 @@
-"""The gate on the CPU, in tiles of tokens; a token's bits do not depend on its tile."""
+"""The gate in plain torch, in tiles of tokens; a token's bits do not depend on its tile.
+
+It is the definition, and what serves where there is no libengram_cpu (`cpu.py`).
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engram_core.geometry import Geometry
 
@@ -26,6 +31,8 @@ class Gate:
 
     Source: `Engram.forward` of the reference, operation by operation.
     """
+
+    numerics = "float32 in torch, no fused multiply-add; bits do not depend on the batch"
 
     def __init__(self, geometry: Geometry, qk: torch.Tensor) -> None:
         self._qk = qk
@@ -57,6 +64,31 @@ class Gate:
         gate = sigmoid(torch.copysign(dot.abs().clamp_min(CLAMP).sqrt(), dot))
         # Product and sum are rounded one after the other: `addcmul` would fuse them.
         return torch.mul(value, gate.unsqueeze(-1), out=term).add_(h).to(residual.dtype)
+
+    def update(
+        self,
+        store: torch.Tensor,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Gate tokens whose kv lies in slots; dead ones are copied, never computed.
+
+        store: bfloat16 [slots, (hc_mult + 1) * dim]; slots: int64 [T]; dead: bool [T]
+        residual, out: [T, hc_mult, dim]; out may be residual
+        """
+        _, hc_mult, dim = residual.shape
+        live = np.flatnonzero(~dead)
+        for start in range(0, len(live), self.tile_tokens):
+            some = live[start : start + self.tile_tokens]
+            places = torch.from_numpy(some)
+            kv = store.index_select(0, torch.from_numpy(slots[some]))
+            gated = self(residual.index_select(0, places), kv.view(-1, hc_mult + 1, dim))
+            out.index_copy_(0, places, gated)
+        if out.data_ptr() != residual.data_ptr():
+            places = torch.from_numpy(np.flatnonzero(dead))
+            out.index_copy_(0, places, residual.index_select(0, places))
 
 
 def sigmoid(values: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engram_core.backends.gate import Gate, sigmoid
+from engram_core.backends.cpu import TokenGate
+from engram_core.backends.gate import sigmoid
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, rounding_bound
 from engram_core.errors import SelfCheckFailed
 from engram_core.geometry import Geometry
@@ -43,7 +44,7 @@ def check_projection(project: Projection, generator: torch.Generator) -> None:
         )
 
 
-def check_gate(gate: Gate, geometry: Geometry, generator: torch.Generator) -> None:
+def check_gate(gate: TokenGate, geometry: Geometry, generator: torch.Generator) -> None:
     """Compare bits over batch sizes. Raises: SelfCheckFailed."""
     most = max(_CHECKED_TOKENS)
     residual = torch.randn((most, geometry.hc_mult, geometry.dim), generator=generator)

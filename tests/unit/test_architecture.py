@@ -18,7 +18,9 @@ PACKAGES = ("engram_core", "engram_client", "service")
 # line do not import each other. A file that is not listed fails the test: this is the map.
 LEVELS = {
     "engram_core": [
-        "errors engine_types",
+        "errors machine",
+        "host_memory",
+        "engine_types",
         "hash_constants token_map quant",
         "geometry",
         "hashing weights tables",
@@ -33,10 +35,11 @@ LEVELS = {
         "checkpoint",
         "pages",
         "fence registry kv_store memory",
-        "refusals",
+        "refusals doctor_report",
         "sessions",
         "backends.base backends.native backends.gate backends.projection",
-        "backends.self_check backends.device",
+        "backends.cpu backends.device",
+        "backends.self_check backends.pinned",
         "backends.stored_wkv",
         "backends.reference backends.engram_v41 backends.staging",
         "backends.cuda_check",

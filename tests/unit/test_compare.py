@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram_core.backends.gate import Gate
+from engram_core.backends.cpu import make_gate
 from engram_core.checkpoint import open_checkpoint
 from engram_core.errors import CheckpointError, EngramError, SchemaError
 from engram_core.geometry import Geometry
@@ -78,7 +78,7 @@ def test_gate_and_update_are_the_backends() -> None:
     residual, qk = (torch.randn(shape, generator=generator) for shape in ((5, 2, 64), (2, 64)))
     kv = to_bf16(torch.randn((5, 3, 64), generator=generator).numpy())
     gate = gate_values(residual, kv.float(), qk, geometry.eps)
-    expected = Gate(geometry, qk)(residual, kv)
+    expected = make_gate(geometry, qk)(residual, kv)
     torch.testing.assert_close(residual + updates(gate, kv.float()), expected)
 
 

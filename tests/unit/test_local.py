@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engram_client.local import LocalLayer, gate, project
-from engram_core import Gate, Geometry, Projection, product_dtype, requantize
+from engram_core import Geometry, Projection, make_gate, product_dtype, requantize
 
 HC, DIM, COLS, HEAD_DIM = 2, 96, 6, 32
 GEOMETRY = Geometry((1,), 4, 2, HEAD_DIM, DIM, HC, 1e-20, (9,))
@@ -33,7 +33,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 def test_the_gate_is_the_reference_backends(count: int, dtype: torch.dtype) -> None:
     x, kv = random(count, HC, DIM, dtype=dtype), random(count, HC + 1, DIM, dtype=torch.bfloat16)
     got = gate(x, kv, QK, GEOMETRY.eps)
-    assert same_bits(got, Gate(GEOMETRY, QK)(x, kv))
+    assert same_bits(got, make_gate(GEOMETRY, QK)(x, kv))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

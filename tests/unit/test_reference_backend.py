@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engram_core.backends import projection, self_check
+from engram_core.backends import cpu, projection, self_check
 from engram_core.backends.base import Backend
-from engram_core.backends.gate import Gate, sigmoid
+from engram_core.backends.gate import sigmoid
 from engram_core.backends.projection import Projection, projection_bytes, rounding_bound
 from engram_core.backends.reference import ReferenceBackend
 from engram_core.errors import BadTensor, CheckpointError, RowOutOfRange, SelfCheckFailed
@@ -58,8 +59,21 @@ def make_backend(sizes: Geometry = SIZES, *, requantized: bool = False) -> Refer
     return ReferenceBackend(sizes, TABLES, tables, weights, num_slots=600)
 
 
+@pytest.fixture(scope="module", autouse=True, params=["torch", "native"])
+def gate_kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything here holds for both gates."""
+    if request.param == "native":
+        assert cpu.find_library() is not None or shutil.which("c++") is None
+        if cpu.find_library() is None:
+            pytest.skip("no C++ compiler, so no libengram_cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(cpu, "find_library", lambda: None)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def backend() -> ReferenceBackend:
+def backend(gate_kind: str) -> ReferenceBackend:
     return make_backend()
 
 
@@ -114,7 +128,7 @@ def gate_alone(h: Any, kv: Any, qk: Any, eps: float = 1e-20) -> torch.Tensor:
     h = torch.as_tensor(h, dtype=torch.float32)
     sizes = replace(SIZES, hc_mult=h.shape[1], dim=h.shape[2], eps=eps)
     kv, qk = torch.tensor(kv).to(torch.bfloat16), torch.tensor(qk, dtype=torch.float32)
-    return Gate(sizes, qk)(h, kv)
+    return cpu.make_gate(sizes, qk)(h, kv)
 
 
 # ---------------------------------------------------------------------- rows
@@ -296,13 +310,16 @@ def test_streams_are_normalised_one_by_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layer_index", [0, 1])
 def test_the_gate_is_that_of_the_reference_module(
-    backend: ReferenceBackend, dtype: torch.dtype, layer_index: int
+    backend: ReferenceBackend, gate_kind: str, dtype: torch.dtype, layer_index: int
 ) -> None:
     kv, residual = kv_of(backend, windows_of(32), layer_index), residual_of(32, dtype)
     qk = layer_weights(SIZES, SIZES.layer_ids[layer_index], requantized=False).qk
     dead = torch.zeros(32, dtype=torch.bool)
-    expected = oracle.gate_reference(residual, kv, qk, SIZES.eps, dead)
-    assert same_bits(gated(backend, residual, layer_index=layer_index), expected)
+    out = gated(backend, residual, layer_index=layer_index)
+    if gate_kind == "torch":
+        assert same_bits(out, oracle.gate_reference(residual, kv, qk, SIZES.eps, dead))
+    gates = oracle.gate_interval(residual, oracle.Interval(kv[:, :-1], kv[:, :-1]), qk, SIZES.eps)
+    assert oracle.explained_by_one_gate(residual, kv[:, -1], gates, out).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -321,7 +338,7 @@ def test_sums_over_dim_do_not_depend_on_the_batch(threads: int, hc_mult: int, di
     generator = torch.Generator().manual_seed(1)
     h = torch.randn((9, hc_mult, dim), generator=generator)
     kv = torch.randn((9, hc_mult + 1, dim), generator=generator).to(torch.bfloat16)
-    gate = Gate(replace(SIZES, hc_mult=hc_mult, dim=dim), torch.ones((hc_mult, dim)))
+    gate = cpu.make_gate(replace(SIZES, hc_mult=hc_mult, dim=dim), torch.ones((hc_mult, dim)))
     whole = gate(h, kv)
     for i in range(9):
         assert same_bits(gate(h[i : i + 1], kv[i : i + 1]), whole[i : i + 1])

@@ -1,0 +1,178 @@
+"""libengram_cpu through ctypes: the gate, and what a small read needs, without torch.
+
+The library is built where this package is installed and a C++ compiler is there. Where it is
+missing torch's gate serves (`gate.py`); one process uses one of the two for everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends.gate import Gate
+from engram_core.errors import BadTensor, Internal
+from engram_core.geometry import Geometry
+
+ABI_VERSION = 1
+NUMERICS = (
+    "float32, 32 partial sums in a fixed tree, no fused multiply-add; bits do not depend on the "
+    "batch, nor on the CPU"
+)
+
+_LIBRARY = "libengram_cpu.so"
+
+
+class GateParams(Structure):
+    """engram_cpu_gate_params."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("kv", "slots", "is_dead", "qk", "residual", "out")),
+        *((name, c_int64) for name in ("num_slots", "num_tokens", "dim")),
+        *((name, c_int32) for name in ("hc_mult", "is_f32", "num_threads")),
+        ("eps", c_float),
+    )
+
+
+class KeysParams(Structure):
+    """engram_cpu_keys_params."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("ids", "starts")),
+        *((name, c_int64) for name in ("num_pages", "position", "count")),
+        *((name, c_int32) for name in ("max_ngram_size", "pad_id", "tenant", "layer")),
+        *((name, c_void_p) for name in ("keys", "is_dead")),
+    )
+
+
+class CpuLibrary:
+    """The library. Raises Internal: it is of another version than these structures."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        version = library.engram_cpu_abi_version()
+        if version != ABI_VERSION:
+            raise Internal(
+                f"{path}: expected version {ABI_VERSION}, got {version}; install again "
+                "(make setup)",
+                expected=ABI_VERSION,
+                got=version,
+            )
+        library.engram_cpu_target.restype = c_char_p
+        self.target = library.engram_cpu_target().decode()
+        self.gate = library.engram_cpu_gate
+        self.gate.argtypes = (POINTER(GateParams),)
+        self.keys = library.engram_cpu_keys
+        self.keys.argtypes = (POINTER(KeysParams),)
+
+
+class TokenGate(Protocol):
+    """A layer's gate on the CPU: torch's (`gate.Gate`), or `CpuGate`. Same rules, other last bits.
+
+    numerics: what runs, for `info`
+    """
+
+    numerics: str
+
+    def __call__(self, residual: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Gate tokens that have their kv beside them, none of them dead.
+
+        residual: bfloat16 or float32 [T, hc_mult, dim]; kv: bfloat16 [T, hc_mult + 1, dim]
+        Returns: as residual
+        """
+
+    def update(
+        self,
+        store: torch.Tensor,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Gate tokens whose kv lies in slots; dead ones keep their bits.
+
+        store: bfloat16 [slots, (hc_mult + 1) * dim]; slots: int64 [T]; dead: bool [T]
+        residual, out: bfloat16 or float32 [T, hc_mult, dim], contiguous; out may be residual
+        """
+
+
+class CpuGate:
+    """`TokenGate` in C++.
+
+    qk: float32 [hc_mult, dim]
+    """
+
+    def __init__(self, library: CpuLibrary, geometry: Geometry, qk: torch.Tensor) -> None:
+        self._run = library.gate
+        self._qk = qk.contiguous()
+        self.numerics = f"{NUMERICS} (libengram_cpu, {library.target})"
+        self._params = GateParams(
+            qk=self._qk.data_ptr(), dim=geometry.dim, hc_mult=geometry.hc_mult, eps=geometry.eps
+        )
+
+    def __call__(self, residual: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Gate tokens that have their kv beside them (see `TokenGate`)."""
+        residual, kv = residual.contiguous(), kv.contiguous()
+        out = torch.empty_like(residual)
+        self._call(kv, len(kv), 0, 0, residual, out)
+        return out
+
+    def update(
+        self,
+        store: torch.Tensor,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Gate tokens whose kv lies in slots (see `TokenGate`)."""
+        slots, dead = np.ascontiguousarray(slots), np.ascontiguousarray(dead)
+        self._call(store, len(store), slots.ctypes.data, dead.ctypes.data, residual, out)
+
+    def _call(
+        self,
+        kv: torch.Tensor,
+        num_slots: int,
+        slots: int,
+        dead: int,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        params = GateParams.from_buffer_copy(self._params)
+        params.kv, params.num_slots = kv.data_ptr(), num_slots
+        params.slots, params.is_dead = slots, dead
+        params.residual, params.out = residual.data_ptr(), out.data_ptr()
+        params.num_tokens, params.is_f32 = len(residual), residual.dtype == torch.float32
+        params.num_threads = torch.get_num_threads()
+        if self._run(byref(params)):
+            raise BadTensor("gate: expected slots of the store", expected=f"0..{num_slots - 1}")
+
+
+@cache
+def find_library() -> CpuLibrary | None:
+    """Return the library beside this file (installed), in build/cpu (a source tree), or installed
+    apart from it (an editable install); None where this install has none.
+
+    Raises Internal: it is of another version.
+    """
+    here = Path(__file__).resolve()
+    installed = Path(sysconfig.get_path("platlib"), *__package__.split("."), _LIBRARY)
+    build = here.parents[2] / "build" / "cpu" / _LIBRARY
+    for path in (here.with_name(_LIBRARY), build, installed):
+        if path.is_file():
+            return CpuLibrary(path)
+    return None
+
+
+def make_gate(geometry: Geometry, qk: torch.Tensor) -> TokenGate:
+    """Return a layer's gate as this process computes it. qk: float32 [hc_mult, dim]."""
+    library = find_library()
+    return Gate(geometry, qk) if library is None else CpuGate(library, geometry, qk)
