@@ -23,6 +23,7 @@ from engram_core.geometry import Geometry
 from engram_core.memory import (
     HELD_ID_BYTES,
     Ledger,
+    Measured,
     Memory,
     Needs,
     Placement,
@@ -93,14 +94,15 @@ def ledger_on_cpu(
     placement: str = "auto",
     budget: Budget | None = None,
     memory: Memory | None = None,
+    measured: Measured | None = None,
 ) -> Ledger:
     """Decide where the tables lie on a CPU, and what that takes. Raises: MemoryShort.
 
-    memory: readings; left out, those of this machine
+    memory: readings; left out, those of this machine; measured: see `plan`
     """
     budget = budget or Budget()
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    return plan(needs, memory or Memory(host_available_bytes()), placement)
+    return plan(needs, memory or Memory(host_available_bytes()), placement, measured=measured)
 
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:

@@ -6,8 +6,8 @@ and a host that runs out wedges until a power cycle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -60,6 +60,18 @@ class Memory:
         """Bytes left in a pool now."""
         free = self.host_available_bytes if pool is Pool.HOST else self.device_free_bytes
         return free or 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the doctor measured on this machine (`doctor_report.py`).
+
+    rows_per_s: random rows a second from tables in each placement, where that was measured
+    refused: placements that cannot be had here, and why
+    """
+
+    rows_per_s: Mapping[Placement, float]
+    refused: Mapping[Placement, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,20 +130,36 @@ class Ledger:
         return [*rows, *totals, f"placement {self.placement}: {self.why}", *self.notes]
 
 
-def plan(needs: Needs, memory: Memory, placement: str = "auto", *, has_disk: bool = True) -> Ledger:
+def plan(
+    needs: Needs,
+    memory: Memory,
+    placement: str = "auto",
+    *,
+    has_disk: bool = True,
+    measured: Measured | None = None,
+) -> Ledger:
     """Choose where the tables lie, fastest first, and refuse what does not fit.
 
     placement: "auto", or one of `Placement`; has_disk: auto may fall back to the disk
+    measured: which is fastest, for auto; left out, device, host, disk
 
     Raises: MemoryShort saying what is missing where, and what to change.
     """
     notes = _notes(memory)
     refused: list[str] = []
-    for candidate in _candidates(memory, placement):
-        if candidate is Placement.DISK and placement == "auto" and not has_disk:
-            continue
+    candidates = _candidates(memory, placement)
+    if placement == "auto":
+        candidates = [each for each in candidates if has_disk or each is not Placement.DISK]
+        if measured is not None:
+            refused += [
+                f"{each}: {measured.refused[each]}"
+                for each in candidates
+                if each in measured.refused
+            ]
+            candidates = _fastest_first(candidates, measured)
+    for candidate in candidates:
         lines = _lines(needs, memory, candidate)
-        ledger = Ledger(candidate, lines, _why(candidate, refused), notes)
+        ledger = Ledger(candidate, lines, _why(candidate, refused, placement, measured), notes)
         missing = _missing(ledger, memory)
         if missing is None:
             return ledger
@@ -193,12 +221,13 @@ def _candidates(memory: Memory, placement: str) -> Sequence[Placement]:
     if placement == "auto":
         return known
     if placement not in known:
-        advice = (
-            "host and device are one memory here" if memory.integrated else "there is no device"
-        )
+        advice = ""
+        if placement in tuple(Placement):
+            advice = " (host and device are one memory here)"
+            advice = advice if memory.integrated else " (there is no device)"
         allowed = ", ".join(["auto", *known])
         raise MemoryShort(
-            f"placement: expected one of {allowed}, got {placement!r} ({advice})",
+            f"placement: expected one of {allowed}, got {placement!r}{advice}",
             expected=allowed,
             got=placement,
         )
@@ -251,14 +280,29 @@ def _late_return(memory: Memory) -> str:
     )
 
 
-def _why(placement: Placement, refused: Sequence[str]) -> str:
+def _fastest_first(candidates: Sequence[Placement], measured: Measured) -> list[Placement]:
+    """Order those that were measured among themselves; the others keep their places."""
+    rates = measured.rows_per_s
+    usable = [each for each in candidates if each not in measured.refused]
+    fastest = iter(sorted((each for each in usable if each in rates), key=lambda p: -rates[p]))
+    return [next(fastest) if each in rates else each for each in usable]
+
+
+def _why(
+    placement: Placement, refused: Sequence[str], asked: str, measured: Measured | None
+) -> str:
     if refused:
-        return f"the first that fits ({'; '.join(refused)})"
-    return {
-        Placement.DEVICE: "everything fits the device",
-        Placement.HOST: "everything fits the host's memory",
-        Placement.DISK: "asked for",
-    }[placement]
+        reason = f"the first that fits ({'; '.join(refused)})"
+    else:
+        reason = {
+            Placement.DEVICE: "everything fits the device",
+            Placement.HOST: "everything fits the host's memory",
+            Placement.DISK: "rows come fastest from there" if asked == "auto" else "asked for",
+        }[placement]
+    if measured is None or not measured.rows_per_s:
+        return reason
+    rates = ", ".join(f"{each} {rate:,.0f}" for each, rate in measured.rows_per_s.items())
+    return f"{reason}; random rows a second, as the doctor measured: {rates}"
 
 
 def _notes(memory: Memory) -> tuple[str, ...]:

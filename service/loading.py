@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
 from engram_core.backends import cuda, native
 from engram_core.checkpoint import Checkpoint, open_checkpoint
+from engram_core.doctor_report import read_report
 from engram_core.engine import Engine
 from engram_core.engine_types import EngineLimits
 from engram_core.errors import EngramError
 from engram_core.geometry import Geometry
 from engram_core.loader import Budget, ledger_on_cpu, load
-from engram_core.memory import Ledger
+from engram_core.machine import Gpu, fingerprint, gpu_of
+from engram_core.memory import Ledger, Measured
 from service.settings import GIB, MIB, Settings, SettingsError
 from service.state import Model
 
@@ -64,6 +66,7 @@ class Device:
     name: str
     why: str
     is_integrated: bool = False
+    gpu: Gpu | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -88,7 +91,7 @@ def choose_device(name: str) -> Device:
             f"device {name} cannot be used: {error}; name another, or auto (the CPU without a GPU)"
         ) from error
     why = "the first GPU" if name == "auto" else "asked for"
-    return Device(asked, why, bool(properties.integrated))
+    return Device(asked, why, bool(properties.integrated), gpu_of(properties))
 
 
 def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
@@ -103,7 +106,11 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     sizes = Sizes.of(settings, is_cuda=device.is_cuda, is_integrated=device.is_integrated)
     budget = Budget(sizes.in_flight_bytes, settings.max_held_tokens, sizes.memory_reserve_bytes)
     num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
-    ledger = _ledger(checkpoint, device, settings.placement, num_slots, budget)
+    measured, note = _measured(settings.doctor_report, checkpoint, device)
+    if note:
+        log.info("doctor_report", told=note)
+    ledger = _ledger(checkpoint, device, settings.placement, num_slots, budget, measured)
+    ledger = replace(ledger, notes=(*ledger.notes, *([note] if note else [])))
     backend = load(
         checkpoint,
         device=device.name,
@@ -126,14 +133,49 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)
 
 
+def _measured(
+    path: Path | None, checkpoint: Checkpoint, device: Device
+) -> tuple[Measured | None, str]:
+    """Read the doctor's report: what it measured, None if it is of elsewhere; and what to say.
+
+    Raises: SettingsError: there is no such file; SchemaError: it is no report.
+    """
+    if path is None:
+        return None, ""
+    try:
+        report = read_report(path)
+    except OSError as error:
+        raise SettingsError(f"doctor_report {path}: {error.strerror}") from None
+    elsewhere = report.elsewhere(fingerprint(device.gpu), with_gpu=device.is_cuda)
+    if elsewhere:
+        return None, (
+            f"doctor_report is not used: {elsewhere}; run `engram doctor --out` on this machine"
+        )
+    largest = max(checkpoint.layers, key=lambda layer: layer.table.num_rows)
+    measured = report.measured(largest.table.row_bytes, with_gpu=device.is_cuda)
+    return measured, "doctor_report is used"
+
+
 def _ledger(
-    checkpoint: Checkpoint, device: Device, placement: str, num_slots: int, budget: Budget
+    checkpoint: Checkpoint,
+    device: Device,
+    placement: str,
+    num_slots: int,
+    budget: Budget,
+    measured: Measured | None,
 ) -> Ledger:
     if device.is_cuda:
         return cuda.plan_on_device(
-            checkpoint, device=device.name, placement=placement, num_slots=num_slots, budget=budget
+            checkpoint,
+            device=device.name,
+            placement=placement,
+            num_slots=num_slots,
+            budget=budget,
+            measured=measured,
         )
-    return ledger_on_cpu(checkpoint, num_slots=num_slots, placement=placement, budget=budget)
+    return ledger_on_cpu(
+        checkpoint, num_slots=num_slots, placement=placement, budget=budget, measured=measured
+    )
 
 
 def _num_slots(kv_store_bytes: int, geometry: Geometry) -> int:

@@ -93,6 +93,10 @@ class Settings(BaseModel):
     placement: Literal["auto", "device", "host", "disk"] = Field(
         default="auto", description="where the tables live"
     )
+    doctor_report: Path | None = Field(
+        default=None,
+        description="what `engram doctor --out` wrote on this machine; placement auto goes by it",
+    )
     max_tokens: Count = Field(
         default=8192, ge=1, le=16_384, description="tokens of one request and of one launch"
     )

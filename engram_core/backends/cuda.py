@@ -30,6 +30,7 @@ from engram_core.geometry import Geometry
 from engram_core.memory import (
     HELD_ID_BYTES,
     Ledger,
+    Measured,
     Memory,
     Needs,
     Placement,

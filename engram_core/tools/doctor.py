@@ -1,8 +1,8 @@
 """A probe of an unknown machine, three minutes at most, whose report an owner can send back.
 
-It holds no host name, no path and no serial number. `placement=auto` does not read it: what
-decides there is what fits, which is read when it is decided (`memory.plan`); the order it tries,
-device, host, disk, is what the report's `findings` question if a machine contradicts it.
+It holds no host name, no path and no serial number. The service reads it where `doctor_report`
+names it: `placement=auto` goes by what was measured, on the machine and driver of its fingerprint
+(`doctor_report.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from engram_core.doctor_report import NAME, VERSION
 from engram_core.errors import EngramError
+from engram_core.machine import fingerprint
 from engram_core.tools.probe import Reading, Sizes, rate, reading, reason
 from engram_core.tools.probe_cuda import CudaProbe
 from engram_core.tools.probe_host import WkvPass, probe_disk, probe_memory
@@ -47,8 +49,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. device: of the GPU, None without one; why_no_device: then the reason."""
+    """What was found. device: of the GPU, None without one; why_no_device: then the reason.
 
+    fingerprint: tells the machine and its driver from another (see `machine.fingerprint`)
+    """
+
+    fingerprint: dict[str, Any]
     machine: dict[str, Any]
     memory: dict[str, Any]
     device: dict[str, Any] | None
@@ -60,7 +66,7 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Give everything as JSON-ready values."""
-        return {"report": "engram doctor", "version": 1, **asdict(self)}
+        return {"report": NAME, "version": VERSION, **asdict(self)}
 
 
 def diagnose(
@@ -91,11 +97,13 @@ def diagnose(
         left = begin + budget_s - time.perf_counter()
         samples = tuple(_samples(device, sizes, min(left, budget_s * _SAMPLED_SHARE)))
         described = None if device is None else device.describe()
+        gpu = None if device is None else device.gpu
     finally:
         if device is not None:
             device.close()
     memory = describe_memory()
     return Diagnosis(
+        fingerprint=fingerprint(gpu),
         machine=describe_machine(),
         memory=memory,
         device=described,
@@ -182,5 +190,5 @@ def _findings(
         if other > per_s:
             yield (
                 f"rows come faster from {slower} than from {faster}, against the order that "
-                "placement=auto tries: set placement by hand, and send the report"
+                "placement=auto tries by itself: give it the report (doctor_report), and send it"
             )

@@ -20,6 +20,7 @@ from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.native import Native, Unsupported, cublaslt_candidates
 from engram_core.errors import EngramError
+from engram_core.machine import Gpu, gpu_of
 from engram_core.memory import host_available_bytes
 from engram_core.tools.probe import (
     IN_FEATURES,
@@ -70,6 +71,11 @@ class CudaProbe:
             self._clocks: Clocks | None = Clocks(0)
         except (OSError, AttributeError):
             self._clocks = None
+
+    @property
+    def gpu(self) -> Gpu:
+        """What tells it from another."""
+        return gpu_of(self._device)
 
     def describe(self) -> dict[str, Any]:
         """Tell what the device is."""

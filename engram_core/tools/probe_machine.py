@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engram_core.machine import cpu_model
 from engram_core.memory import host_available_bytes
 
 _FLAGS = (
@@ -30,13 +31,12 @@ _FLAGS = (
 def describe_machine() -> dict[str, Any]:
     """Tell processor, kernel and versions."""
     text = _read("/proc/cpuinfo")
-    model = re.search(r"^(?:model name|CPU part)\s*: (.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()
     kernel = re.match(r"\d+\.\d+", platform.release())
     return {
         "architecture": platform.machine(),
-        "cpu": model[1] if model else "",
+        "cpu": cpu_model(text),
         "cpu_flags": [flag for flag in _FLAGS if flag in known],
         "num_cpus": len(os.sched_getaffinity(0)),
         "kernel": f"{platform.system()} {kernel[0] if kernel else ''}".strip(),

@@ -1,0 +1,184 @@
+"""What is decided before a byte is loaded: the device, the placement, and when not to start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engram_core.backends import cuda, native
+from engram_core.errors import Internal, SchemaError
+from engram_core.memory import Placement
+from engram_core.tools.doctor import diagnose
+from service import cli
+from service.loading import choose_device, load_model
+from service.settings import Settings, SettingsError
+from service.state import Model
+from tests.unit.test_doctor import TINY
+
+GIB = 1 << 30
+
+
+class OneGpu:
+    """A library that tells of one GPU, as a GB10 is."""
+
+    def __init__(self) -> None:
+        self._told = native.Device(name=b"NVIDIA GB10", major=12, minor=1, integrated=1)
+        self._told.total_bytes, self._told.free_bytes = 120 * GIB, -1
+
+    def device_count(self, found: Any) -> None:
+        found._obj.value = 1
+
+    def device(self, index: int) -> native.Device:
+        if index:
+            raise Internal(f"CUDA device_info: device {index} of 1")
+        return self._told
+
+
+@pytest.fixture
+def gb10(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GB10 whose memory is almost all in use still."""
+    monkeypatch.setattr(native, "Native", OneGpu)
+    monkeypatch.setattr(cuda, "Native", OneGpu)
+    monkeypatch.setattr(cuda, "host_available_bytes", lambda: 3 * GIB)
+
+
+def refused_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    """The exit status and the one line of `engram serve`."""
+    monkeypatch.setattr("service.logs.configure_logs", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["engram", "serve", *arguments, "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    return int(ended.value.code or 0), line
+
+
+def test_auto_takes_the_gpu_and_knows_that_its_memory_is_the_hosts(gb10: None) -> None:
+    device = choose_device("auto")
+    assert (device.name, device.is_integrated, device.why) == ("cuda:0", True, "the first GPU")
+    assert device.gpu is not None
+    assert device.gpu.name == "NVIDIA GB10"
+
+
+def test_gpu_that_is_not_there_is_named_and_auto_advised(
+    gb10: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small_gguf: Path,
+) -> None:
+    status, line = refused_start(monkeypatch, capsys, str(small_gguf), "--device", "cuda:3")
+    assert status == 1
+    assert "cuda:3 cannot be used: CUDA device_info: device 3 of 1" in line
+    assert "or auto" in line
+
+
+def test_memory_that_a_predecessor_still_holds_is_a_reason_that_is_told(
+    gb10: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small_gguf: Path,
+) -> None:
+    """The unit tries again after 15 s (docker/engram.service); the reserve is 16 GiB there."""
+    status, line = refused_start(monkeypatch, capsys, str(small_gguf), "--device", "cuda:0")
+    assert status == 1
+    assert "GiB of host memory needed, 3.0 there" in line
+    assert "may still be giving its memory back" in line
+
+
+@pytest.mark.parametrize("flag", ["--keys-file", "--tls-cert"])
+def test_file_of_a_setting_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small_gguf: Path,
+    flag: str,
+) -> None:
+    more = ["--tls-key", "none"] if flag == "--tls-cert" else []
+    status, line = refused_start(monkeypatch, capsys, str(small_gguf), flag, "/none", *more)
+    assert status == 2
+    assert "/none" in line
+
+
+# ---- the doctor's report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """As `engram doctor --out` writes it, of this machine."""
+    folder = tmp_path_factory.mktemp("doctor")
+    found = diagnose(seconds=0.5, folder=folder, sizes=TINY).as_json()
+    document: dict[str, Any] = json.loads(json.dumps(found))
+    return document
+
+
+def served(checkpoint: Path, report: object, tmp_path: Path, **changes: Any) -> Model:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    sizes = {"kv_store_bytes": 1 << 20, "in_flight_bytes": 1 << 20, "memory_reserve_bytes": 0}
+    settings = Settings(device="cpu", doctor_report=path, **sizes, **changes)
+    return load_model(checkpoint, settings, lambda *_: None)
+
+
+def slow_memory(report: dict[str, Any]) -> dict[str, Any]:
+    """The same report of a machine whose disk is faster than its memory."""
+    values = {"plain": 10.0, "huge": 9.0, "disk random": 1e6}
+    readings = [
+        line | {"value": value}
+        for line in report["readings"]
+        for word, value in values.items()
+        if word in line["name"]
+    ]
+    return report | {"readings": readings}
+
+
+def test_auto_goes_by_the_report_of_this_machine(
+    official_dir: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    model = served(official_dir, slow_memory(report), tmp_path)
+    model.close()
+    assert model.ledger.placement is Placement.DISK
+    assert "rows come fastest from there" in model.ledger.why
+    assert "disk 1,000,000" in model.ledger.why
+    assert model.ledger.notes[-1].startswith("doctor_report is used")
+
+
+def test_a_real_report_is_read_by_the_service_it_was_made_for(
+    official_dir: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    model = served(official_dir, report, tmp_path)
+    model.close()
+    assert "as the doctor measured" in model.ledger.why
+    assert model.ledger.notes[-1].startswith("doctor_report is used")
+
+
+def test_report_of_another_machine_is_not_used_and_that_is_told(
+    official_dir: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    other = slow_memory(report)
+    other["fingerprint"] = {**report["fingerprint"], "cpu": "another"}
+    model = served(official_dir, other, tmp_path)
+    model.close()
+    assert model.ledger.placement is Placement.HOST
+    (note,) = model.ledger.notes
+    assert note.startswith("doctor_report is not used: it is of another machine")
+    assert "cpu 'another' there" in note
+    assert model.ledger.table()[-1] == note, "printed with the ledger"
+
+
+def test_named_placement_stands_against_the_report(
+    official_dir: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    model = served(official_dir, slow_memory(report), tmp_path, placement="host")
+    model.close()
+    assert model.ledger.placement is Placement.HOST
+
+
+def test_file_that_is_no_report_ends_the_start(official_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="doctor_report"):
+        served(official_dir, {}, tmp_path)
+    with pytest.raises(SettingsError, match=r"doctor_report .*: No such file"):
+        load_model(official_dir, Settings(doctor_report=tmp_path / "no"), lambda *_: None)
