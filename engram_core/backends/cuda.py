@@ -125,13 +125,19 @@ def load(
 
 
 def plan_on_device(
-    checkpoint: Checkpoint, *, device: str, placement: str, num_slots: int, budget: Budget
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    placement: str,
+    num_slots: int,
+    budget: Budget,
+    measured: Measured | None = None,
 ) -> Ledger:
-    """Say what loading would take where. Raises: MemoryShort, Unsupported."""
+    """Say what loading would take where. measured: see `plan`. Raises: MemoryShort, Unsupported."""
     native = Native()
     properties = native.device(_device_index(native, device))
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    return plan(needs, _memory(properties), placement, has_disk=False)
+    return plan(needs, _memory(properties), placement, has_disk=False, measured=measured)
 
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:
