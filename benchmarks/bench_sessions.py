@@ -21,6 +21,7 @@ from engram_core.engine_types import EngineLimits, OpenRequest, Output, Segments
 from engram_core.fence import Asked
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import block, compress
+from engram_core.host_memory import PlainMemory
 from engram_core.kv_store import KvStore
 from engram_core.registry import Opening
 from engram_core.sessions import SessionPool
@@ -46,6 +47,7 @@ class NoBackend:
     num_slots = 65_536
     encodings = ("BF16", "BF16")
     row_bytes = (512, 512)
+    host_memory = PlainMemory()
 
     def __init__(self, tables: EngramHashTables) -> None:
         self.hash_tables = tables

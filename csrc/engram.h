@@ -74,6 +74,10 @@ engram_status engram_device_alloc(int64_t num_bytes, void** pointer);
 engram_status engram_device_free(void* pointer);
 engram_status engram_host_alloc(int64_t num_bytes, void** pointer); /* pinned, mapped, portable */
 engram_status engram_host_free(void* pointer);
+/* Has the device work in host memory made by somebody else (whole pages), as in host_alloc's, until
+ * it is unregistered; that comes before it is unmapped. ENGRAM_UNSUPPORTED: not this memory. */
+engram_status engram_host_register(void* pointer, int64_t num_bytes);
+engram_status engram_host_unregister(void* pointer);
 engram_status engram_stream_create(int32_t is_urgent, engram_stream* stream);
 engram_status engram_stream_destroy(engram_stream stream);
 engram_status engram_event_create(int32_t is_timed, engram_event* event);

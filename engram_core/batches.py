@@ -11,6 +11,7 @@ import torch
 
 from engram_core.backends.base import Backend
 from engram_core.engine_types import Output
+from engram_core.errors import Overloaded
 from engram_core.hashing import hash_windows
 from engram_core.jobs import Piece
 from engram_core.kv_store import KvStore, Lease
@@ -117,15 +118,25 @@ class KvBatches:
         tensors = [piece.tensor for piece in pieces]
         if output is Output.RESIDUAL:
             with self._clock.measure("gate", pieces):
-                merged = tensors[0] if len(run) == 1 else torch.cat(tensors)
+                merged = tensors[0] if len(run) == 1 else self._merged(tensors, len(slots))
+                if len(run) > 1:
+                    torch.cat(tensors, out=merged)
                 self._backend.gate(layer, slots, dead, merged, merged)
                 _scatter(merged, tensors)
         else:
             with self._clock.measure("read_kv", pieces):
-                first = tensors[0]
-                merged = first if len(run) == 1 else first.new_empty((len(slots), *first.shape[1:]))
+                merged = tensors[0] if len(run) == 1 else self._merged(tensors, len(slots))
                 self._backend.read_kv(layer, slots, dead, merged)
                 _scatter(merged, tensors)
+
+    def _merged(self, tensors: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Return memory for an answer of several: the backend's, or where it has none plain."""
+        first = tensors[0]
+        shape = num_tokens, *first.shape[1:]
+        try:
+            return self._backend.host_memory.tensor(shape, first.dtype)
+        except Overloaded:
+            return first.new_empty(shape)
 
 
 class RowBatches:

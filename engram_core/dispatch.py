@@ -61,6 +61,7 @@ class Dispatcher:
     def __init__(self, backend: Backend, limits: EngineLimits, scheduler: Scheduler) -> None:
         self._geometry = backend.geometry
         self._row_bytes = backend.row_bytes
+        self._memory = backend.host_memory
         self._limits = limits
         self._scheduler = scheduler
         # A number is never used again, so a revoked key's kv is found by nobody and ages out.
@@ -70,7 +71,7 @@ class Dispatcher:
     def prepare(self, tenant: str, request: StepRequest) -> Step:
         """Check a request and make room for its answer, before anything is changed.
 
-        Raises: what `check_step` raises; MemoryError.
+        Raises: what `check_step` raises; Overloaded: no piece of memory is large enough now.
         """
         begun_s = time.perf_counter()
         layers = check_step(request, self._geometry, self._limits)
@@ -91,7 +92,7 @@ class Dispatcher:
             return result
         self._scheduler.submit(
             Job(
-                tenant=self._number(step.tenant),
+                tenant=self.number(step.tenant),
                 client=request.client,
                 output=request.output,
                 layers=step.layers,
@@ -111,14 +112,15 @@ class Dispatcher:
 
         longest: most tokens of one session (decode-sized work goes before prefill)
         """
-        job = Job(self._number(tenant), client, Output.NONE, layers, read)
+        job = Job(self.number(tenant), client, Output.NONE, layers, read)
         self._scheduler.work_ahead(job, is_decode=longest <= DECODE_TOKENS)
 
     def forget(self, tenant: str) -> None:
         """Let nobody find the kv of a tenant any more."""
         self._numbers.pop(tenant, None)
 
-    def _number(self, tenant: str) -> int:
+    def number(self, tenant: str) -> int:
+        """Return a tenant's number in the kv store."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = next(self._next_number)
@@ -129,24 +131,24 @@ class Dispatcher:
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of an answer, one a layer; a residual is its own."""
         sizes = self._geometry
+        memory = request.memory or self._memory
         match request.output:
             case Output.RESIDUAL:
                 assert request.residual is not None
                 return (request.residual,)
             case Output.KV:
                 shape = (num_tokens, sizes.hc_mult + 1, sizes.dim)
-                return tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in layers)
+                return tuple(memory.tensor(shape, torch.bfloat16) for _ in layers)
             case Output.ROWS if request.stored:
                 row = num_tokens, sizes.n_hash_cols
                 return tuple(
-                    torch.empty((*row, self._row_bytes[layer]), dtype=torch.uint8)
-                    for layer in layers
+                    memory.tensor((*row, self._row_bytes[layer]), torch.uint8) for layer in layers
                 )
             case Output.ROWS:
                 shape = (num_tokens, sizes.n_hash_cols, sizes.head_dim)
-                return tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in layers)
+                return tuple(memory.tensor(shape, torch.bfloat16) for _ in layers)
             case Output.HASH_IDS:
                 columns = num_tokens, sizes.n_hash_cols
-                return tuple(torch.empty(columns, dtype=torch.int64) for _ in layers)
+                return tuple(memory.tensor(columns, torch.int64) for _ in layers)
             case Output.NONE:
                 return ()

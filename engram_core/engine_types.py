@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engram_core.host_memory import HostMemory
+
 EPOCH_OPENED = -1
 """An epoch left out: stands for the one the session was opened with."""
 
@@ -115,7 +117,8 @@ class Segments:
 @dataclass(frozen=True)
 class StepRequest:
     """One step. layers: layer ids; residual: [T, hc_mult, dim] bfloat16 or float32, updated in
-    place and returned; client: whose turn it is (fairness); stored: rows as stored."""
+    place and returned; client: whose turn it is (fairness); stored: rows as stored; memory: where
+    other answers are made, None: in the backend's."""
 
     segments: Segments
     output: Output
@@ -126,6 +129,7 @@ class StepRequest:
     wait_ms: int = 0
     ahead: bool = True
     client: Hashable = ""
+    memory: HostMemory | None = None
 
 
 @dataclass(frozen=True)

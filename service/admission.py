@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from engram_core.errors import Overloaded
+from engram_core.host_memory import HostMemory, PlainMemory
 from service.problems import BodyTooLarge
 
 WAITING_S = 1.0
@@ -34,6 +35,14 @@ class Lease:
         self._pool.take(self._tenant, num_bytes, what)
         self.num_bytes += num_bytes
 
+    def buffer(self, num_bytes: int, what: str) -> memoryview:
+        """Admit more bytes, and return memory for them where the backend wants it.
+
+        The memory is free once nothing refers to it, whenever the lease is closed. Raises as `add`.
+        """
+        self.add(num_bytes, what)
+        return self._pool.memory.buffer(num_bytes).data
+
     def close(self) -> None:
         """Give the bytes back. May be called again."""
         self._pool.give(self._tenant, self.num_bytes)
@@ -52,14 +61,20 @@ class Lease:
 
 
 class InFlightPool:
-    """Counts the bytes of bodies and answers that exist now.
+    """Counts the bytes of bodies and answers that exist now. memory: where bodies are to lie.
 
     No request holds more than half of it, and no key holds more than half while another, refused
     within the last `WAITING_S`, waits.
     """
 
-    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        memory: HostMemory | None = None,
+    ) -> None:
         self.total_bytes = total_bytes
+        self.memory = memory or PlainMemory()
         self.used_bytes = 0
         self._held: defaultdict[str, int] = defaultdict(int)
         self._waiting: dict[str, float] = {}

@@ -78,7 +78,8 @@ async def receive_tensor(inbox: Inbox, lease: Lease) -> memoryview:
     """
     if inbox.length is None:
         raise LengthRequired("a tensor body needs its size first", expected="Content-Length")
-    return await _receive(inbox, lease, _checked_length(inbox.length))
+    num_bytes = _checked_length(inbox.length)
+    return await _receive(inbox, lease.buffer(num_bytes, "the body"))
 
 
 async def receive_json(inbox: Inbox, lease: Lease, max_bytes: int) -> memoryview:
@@ -93,7 +94,8 @@ async def receive_json(inbox: Inbox, lease: Lease, max_bytes: int) -> memoryview
             expected=f"<= {max_bytes} bytes",
             got=num_bytes,
         )
-    return await _receive(inbox, lease, num_bytes)
+    lease.add(num_bytes, "the body")
+    return await _receive(inbox, np.empty(num_bytes, np.uint8).data)
 
 
 def _checked_length(length: int) -> int:
@@ -102,11 +104,9 @@ def _checked_length(length: int) -> int:
     return length
 
 
-async def _receive(inbox: Inbox, lease: Lease, num_bytes: int) -> memoryview:
-    """Receive into a fresh buffer of `num_bytes`; exactly that many if the length was given."""
-    lease.add(num_bytes, "the body")
-    buffer = np.empty(num_bytes, np.uint8).data
-    end = 0
+async def _receive(inbox: Inbox, buffer: memoryview) -> memoryview:
+    """Receive into a buffer; exactly its bytes if the length was given."""
+    num_bytes, end = len(buffer), 0
     try:
         async with asyncio.timeout(GRACE_S) as deadline:
             while not inbox.is_complete:

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engram_client import wire
@@ -107,16 +106,15 @@ class FastPath:
             call.key = self._desk.identify(scope)
             check(call, operation, scope)
             read = READS[operation](call)
-            if length:
-                call.lease.add(length, "the body")
+            buffer = call.lease.buffer(length, "the body") if length else self.scratch[:0]
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()
                 return None  # told the ordinary way, which reads the body first
-            read = self.refusal(call, error)
+            read, buffer = self.refusal(call, error), self.scratch
         line.tenant = call.key.name if call.key else line.tenant
         self._state.enter()
-        return Exchange(self, head, line, call, read)
+        return Exchange(self, head, line, call, read, buffer)
 
     def end(self, call: Call, code: str, status: int, headers: Headers) -> None:
         """Count a request out."""
@@ -167,13 +165,20 @@ class Exchange:
     uvicorn sees it where it keeps its own cycle, so the names it reads there are its names.
 
     read: how it is answered, or why it is refused before its body
+    buffer: for its body, or scratch for what is refused
     """
 
     message_event = asyncio.Event()  # nobody waits for it; set by uvicorn at the end
     disconnected = False
 
     def __init__(
-        self, path: FastPath, head: Head, line: Line, call: Call, read: TensorRead | Refusal
+        self,
+        path: FastPath,
+        head: Head,
+        line: Line,
+        call: Call,
+        read: TensorRead | Refusal,
+        buffer: memoryview,
     ) -> None:
         self.keep_alive = head.keep_alive
         self.response_complete = False
@@ -181,8 +186,7 @@ class Exchange:
         self._headers = head.headers
         self._expects_continue = call.inbox.expects_continue
         self._length, self._end = call.inbox.length or 0, 0
-        is_refused = isinstance(read, Refusal)
-        self._buffer = path.scratch if is_refused else np.empty(self._length, np.uint8).data
+        self._buffer = buffer
         self._begun = time.perf_counter()
         self._timer: asyncio.TimerHandle | None = None
         self._future: Future[StepAnswer] | None = None

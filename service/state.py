@@ -102,7 +102,7 @@ class ServiceState:
 
     def serve(self, model: Model) -> None:
         """Become ready."""
-        self._pool = InFlightPool(model.in_flight_bytes)
+        self._pool = InFlightPool(model.in_flight_bytes, memory=model.backend.host_memory)
         self._model = model
         metrics = self.metrics
         metrics.watch(lambda: model.engine.counters)

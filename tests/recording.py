@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engram_core.backends.base import StageObserver, Unobserved
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.host_memory import HostMemory, PlainMemory
 
 TOY = EngramHashTables.derive([1, 14], 4, 2, 100, np.arange(16), pad_token_id=2)
 """The shared toy of field-reports.md: identity map of 16 ids, pad 2."""
@@ -52,6 +53,7 @@ class RecordingBackend:
     """Implements `backends.base.Backend`."""
 
     name = "recording"
+    near_reads: tuple[()] = ()
     numerics: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, num_slots: int = 64) -> None:
@@ -61,6 +63,7 @@ class RecordingBackend:
         self.observer: StageObserver = Unobserved()
         self.encodings = ("F32", "F32")
         self.row_bytes = (16, 16)
+        self.host_memory: HostMemory = PlainMemory()
         self.calls: list[Call] = []
         self.fail_on: str | None = None
         self.begun = threading.Semaphore(0)

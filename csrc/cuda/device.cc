@@ -66,13 +66,40 @@ engram_status engram_device_free(void* pointer) {
 engram_status engram_host_alloc(int64_t num_bytes, void** pointer) {
   ENGRAM_REQUIRE(num_bytes > 0, "host_alloc: expected num_bytes > 0, got %lld",
                  static_cast<long long>(num_bytes));
-  ENGRAM_CUDA(cudaHostAlloc(pointer, static_cast<size_t>(num_bytes),
-                            cudaHostAllocMapped | cudaHostAllocPortable));
-  return ENGRAM_OK;
+  const cudaError_t status = cudaHostAlloc(pointer, static_cast<size_t>(num_bytes),
+                                           cudaHostAllocMapped | cudaHostAllocPortable);
+  if (status == cudaSuccess) return ENGRAM_OK;
+  cudaGetLastError();  // not to be found after somebody else's launch
+  return fail(ENGRAM_CUDA_ERROR, "host_alloc of %lld bytes: %s",
+              static_cast<long long>(num_bytes), cudaGetErrorString(status));
 }
 
 engram_status engram_host_free(void* pointer) {
   ENGRAM_CUDA(cudaFreeHost(pointer));
+  return ENGRAM_OK;
+}
+
+engram_status engram_host_register(void* pointer, int64_t num_bytes) {
+  ENGRAM_REQUIRE(pointer != nullptr && num_bytes > 0,
+                 "host_register: expected a pointer and num_bytes > 0, got %p %lld", pointer,
+                 static_cast<long long>(num_bytes));
+  // The kernels are given the host's address.
+  int is_same_address = 0, device = 0;
+  ENGRAM_CUDA(cudaGetDevice(&device));
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&is_same_address,
+                                     cudaDevAttrCanUseHostPointerForRegisteredMem, device));
+  if (!is_same_address)
+    return fail(ENGRAM_UNSUPPORTED, "host_register: registered memory has another address here");
+  const cudaError_t status = cudaHostRegister(pointer, static_cast<size_t>(num_bytes),
+                                              cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (status == cudaSuccess) return ENGRAM_OK;
+  cudaGetLastError();  // not to be found after somebody else's launch
+  return fail(ENGRAM_UNSUPPORTED, "host_register of %lld bytes: %s",
+              static_cast<long long>(num_bytes), cudaGetErrorString(status));
+}
+
+engram_status engram_host_unregister(void* pointer) {
+  ENGRAM_CUDA(cudaHostUnregister(pointer));
   return ENGRAM_OK;
 }
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.host_memory import HostMemory
 
 STAGES = ("hash_gather", "wkv", "h2d", "gate", "d2h")
 """What a backend tells apart. hash_gather: row ids of windows, their rows gathered, dequantised and
@@ -57,6 +58,8 @@ class Backend(Protocol):
     """Format of each layer's stored rows, by layer index (names of `quant.py`)."""
     row_bytes: tuple[int, ...]
     """Bytes of one stored row of each layer, by layer index."""
+    host_memory: HostMemory
+    """Where bodies and answers are to lie: pinned for a GPU."""
     numerics: Mapping[str, str]
     """What runs and what it promises, for `info` (kernel class -> how)."""
 

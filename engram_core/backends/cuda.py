@@ -119,6 +119,8 @@ def load(
         failed.callback(backend.close)
         backend.open_gemm(cublaslt_candidates())
         backend.choose_kernels()
+        if budget.in_flight_bytes:
+            backend.pin_in_flight(budget.in_flight_bytes)
         check(needs, ledger, _memory(native.device(index)))
         failed.pop_all()
     return backend

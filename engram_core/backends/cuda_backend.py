@@ -32,6 +32,7 @@ from engram_core.backends.cuda_check import (
 from engram_core.backends.device import Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import CHAIN_TOKENS, DeviceLayer, EngramV41
 from engram_core.backends.native import INLINE_TOKENS, Device, Native, Unsupported
+from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.staging import (
     ControlRing,
     GateLanes,
@@ -44,6 +45,7 @@ from engram_core.backends.staging import (
 from engram_core.backends.stored_wkv import StoredWkv
 from engram_core.errors import BadTensor, Internal, RowOutOfRange
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.host_memory import HostMemory, PlainMemory
 
 MAPPED_TOKENS = 32
 """Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
@@ -116,6 +118,8 @@ class CudaBackend:
         self._mapped_tokens = 1 << 30 if device.integrated else MAPPED_TOKENS
         self._gemm_sms = max(0, device.num_sms - self._sizes.spare_sms)
         self._pools: list[PinnedBuffer] = []
+        self.host_memory: HostMemory = PlainMemory()
+        self._pinned: PinnedMemory | None = None
         with ExitStack() as made:
             self.engram = EngramV41(
                 native,
@@ -299,6 +303,20 @@ class CudaBackend:
         self._pools.append(buffer)
         return torch.from_numpy(buffer.bytes)
 
+    def pin_in_flight(self, num_bytes: int) -> None:
+        """Make `host_memory` of one pinned block: what lies there is worked on in place.
+
+        Where the driver does not pin so much it stays plain, and `numerics` says so.
+        """
+        self._select()
+        try:
+            self._pinned = PinnedMemory(self._native, self._device_index, num_bytes)
+        except Internal as error:
+            self._numerics["in_flight"] = f"plain memory, copied once: {error.message}"
+            return
+        self.host_memory = self._pinned
+        self._numerics["in_flight"] = f"{num_bytes} bytes of pinned memory, worked on in place"
+
     def synchronize(self) -> None:
         """Wait for every enqueued projection. Raises: Internal."""
         self._select()
@@ -323,6 +341,9 @@ class CudaBackend:
             with suppress(Internal):
                 pool.close()
         self._pools.clear()
+        if self._pinned is not None:
+            with suppress(Internal):
+                self._pinned.close()
 
     # ---- queues
 
@@ -497,6 +518,8 @@ class CudaBackend:
 
     def _is_pinned(self, data: torch.Tensor) -> bool:
         address, num_bytes = data.data_ptr(), data.numel() * data.element_size()
+        if self._pinned is not None and self._pinned.holds(address, num_bytes):
+            return True
         return any(pool.holds(address, num_bytes) for pool in self._pools)
 
     def _finish_lanes(self) -> None:

@@ -240,6 +240,8 @@ _VERBS: dict[str, tuple[Any, ...]] = {
     "device_free": (c_void_p,),
     "host_alloc": (i64, POINTER(c_void_p)),
     "host_free": (c_void_p,),
+    "host_register": (c_void_p, i64),
+    "host_unregister": (c_void_p,),
     "stream_create": (i32, POINTER(c_void_p)),
     "stream_destroy": (c_void_p,),
     "event_create": (i32, POINTER(c_void_p)),

@@ -20,6 +20,7 @@ from engram_core.backends.self_check import check_gate, check_projection, check_
 from engram_core.errors import BadTensor, CheckpointError
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import hash_windows
+from engram_core.host_memory import HostMemory, PlainMemory
 from engram_core.quant import requantize
 from engram_core.tables import Table
 from engram_core.weights import EngramLayerWeights
@@ -52,6 +53,7 @@ class ReferenceBackend:
         self.observer: StageObserver = Unobserved()
         self.encodings = tuple(table.encoding for table in tables)
         self.row_bytes = tuple(table.row_bytes for table in tables)
+        self.host_memory: HostMemory = PlainMemory()
         self._tables = tuple(tables)
         self._requantize = tuple(layer.requantize_input for layer in weights)
         self._gates = tuple(Gate(geometry, layer.qk) for layer in weights)
