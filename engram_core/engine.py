@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.backends.base import Backend
+from engram_core.direct import DirectReads, OneAnswer, OneRead
 from engram_core.dispatch import Dispatcher
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -84,6 +85,14 @@ class Engine:
         self._scheduler = Scheduler(backend, self.limits)
         self._dispatch = Dispatcher(backend, self.limits, self._scheduler)
         self._steps = Steps(self._pool, self._dispatch, self.hash_tables, self.limits, clock)
+        self._direct = DirectReads(
+            self._pool,
+            self._scheduler.store,
+            backend,
+            self._scheduler.near,
+            self._scheduler.near_counts,
+            self._scheduler.clock,
+        )
         self._timer = DeadlineTimer(clock, self._end_waits)
 
     # ---- sessions
@@ -211,6 +220,16 @@ class Engine:
                 self._steps.step_read(step)
                 self._timer.set(self._steps.waiting.next_deadline_s())
         return step.answer
+
+    def read_residual(self, tenant: str, read: OneRead) -> OneAnswer | None:
+        """Answer a residual read of one session here and now, if it is a plain one.
+
+        None: it is not; nothing was changed, `step` answers it.
+        """
+        with self._lock:
+            if self._is_closed or self._scheduler.failure is not None:
+                return None
+            return self._direct.read(tenant, self._dispatch.number(tenant), read)
 
     # ---- life
 

@@ -45,7 +45,7 @@ class StoreCounters:
 
 
 class KvStore:
-    """The index of a fixed number of kv slots; thread-safe.
+    """The index of a fixed number of kv slots; thread-safe (`lock` guards it).
 
     `acquire` finds an entry from the moment its lease is made: one lane acquires, and whoever finds
     it there runs after the projection that fills it. `find`, for other threads, finds only what is
@@ -67,7 +67,7 @@ class KvStore:
         self._free = list(range(num_slots))[::-1]
         self._queue = np.empty(0, dtype=np.int64)
         self._queued_at = np.empty(0, dtype=np.int64)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -80,7 +80,7 @@ class KvStore:
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
         keys = keys_of(layer_index, tenants, windows)
-        with self._lock:
+        with self.lock:
             return self._acquire(keys)
 
     def find(self, layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> Lease | None:
@@ -89,7 +89,7 @@ class KvStore:
         tenants: int64 [T]; windows: int32 [T, max_ngram_size]
         """
         keys = keys_of(layer_index, tenants, windows)
-        with self._lock:
+        with self.lock:
             try:
                 slots = np.array([self._slot_of[key] for key in keys], dtype=np.int64)
             except KeyError:
@@ -100,6 +100,22 @@ class KvStore:
             self._pin(np.unique(slots) if len(slots) > 1 else slots)
             self.counters.hits += len(keys)
         return Lease(slots, slots[:0])
+
+    def use_filled(self, keys: list[bytes]) -> list[int] | None:
+        """As `find` by keys, without pins: the caller holds `lock` until it has read the slots."""
+        slot_of, filled = self._slot_of, self._filled
+        try:
+            slots = [slot_of[key] for key in keys]
+        except KeyError:
+            return None
+        for slot in slots:
+            if not filled[slot]:
+                return None
+        self._now += 1
+        for slot in slots:
+            self._stamps[slot] = self._now
+        self.counters.hits += len(slots)
+        return slots
 
     def _acquire(self, keys: list[bytes]) -> Lease:
         found = map(self._slot_of.get, keys, repeat(-1))
@@ -137,20 +153,20 @@ class KvStore:
 
     def fill(self, lease: Lease) -> None:
         """Let `find` find what was computed for a lease."""
-        with self._lock:
+        with self.lock:
             self._filled[lease.slots[lease.compute]] = True
 
     def release(self, lease: Lease) -> None:
         """Unpin: every slot of the lease has been computed."""
         slots = lease.slots
         distinct = np.unique(slots) if len(slots) > 1 else slots
-        with self._lock:
+        with self.lock:
             self._pins[distinct] -= 1
 
     def abandon(self, lease: Lease) -> None:
         """Unpin after a failed computation, and forget what it was to compute."""
         self.release(lease)
-        with self._lock:
+        with self.lock:
             self._forget(lease.slots[lease.compute])
 
     def lend(self, count: int) -> Ints:
@@ -158,12 +174,12 @@ class KvStore:
 
         Raises: MemoryError if too many slots are pinned.
         """
-        with self._lock:
+        with self.lock:
             return np.array(self._take(count), dtype=np.int64)
 
     def give_back(self, slots: Ints) -> None:
         """Take lent slots back."""
-        with self._lock:
+        with self.lock:
             self._free += slots.tolist()
 
     def _pin(self, slots: Ints) -> None:

@@ -52,7 +52,7 @@ class Near:
         self._batches = batches
         self.max_tokens = max_tokens
         self._on_failure = on_failure
-        self._call_soon: CallSoon | None = None
+        self.call_soon: CallSoon | None = None
         self._owner = 0
         self._found: list[_Found] = []
         self._num_pinned = 0
@@ -64,18 +64,22 @@ class Near:
         call_soon: calls a function on this thread once it is done with what it does now
         """
         torch.set_num_threads(1)  # sharing 16 tokens among threads costs more than they do
-        self._owner, self._call_soon = threading.get_ident(), call_soon
+        self._owner, self.call_soon = threading.get_ident(), call_soon
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the owner, and nothing has stopped it."""
+        return self._stopped is None and threading.get_ident() == self._owner
 
     def take(self, job: Job) -> bool:
         """Take a job if it is one for here; False if it is for a lane."""
         tokens = len(job.read) * len(job.layers)
         if (
-            self._call_soon is None
-            or self._stopped is not None
+            self.call_soon is None
             or tokens > self.max_tokens
             or self._num_pinned + tokens > MAX_PINNED
             or job.output not in (Output.RESIDUAL, Output.KV)
-            or threading.get_ident() != self._owner
+            or not self.is_mine
         ):
             return False
         found = self._find(job)
@@ -84,7 +88,7 @@ class Near:
         job.pieces_left = len(found)
         self._num_pinned += tokens
         if not self._found:
-            self._call_soon(self._run)
+            self.call_soon(self._run)
         self._found += found
         return True
 

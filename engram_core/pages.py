@@ -52,6 +52,7 @@ class PagedIds:
         self.num_pages = num_pages
         self.pages_per_row = -(-max_positions // PAGE)
         self._ids = np.empty(num_pages * PAGE, dtype=np.int32)
+        self._ids_at = self._ids.ctypes.data
         # First id of each page; 0 where there is none, so that a stray read stays inside _ids.
         self._starts = np.zeros(num_rows * self.pages_per_row, dtype=np.int64)
         self._starts_at = self._starts.ctypes.data
@@ -66,7 +67,7 @@ class PagedIds:
     @property
     def address(self) -> int:
         """Where the ids begin."""
-        return self._ids.ctypes.data
+        return self._ids_at
 
     def starts_address(self, row: int) -> int:
         """Where the page table of a row begins: int64 [pages_per_row]."""

@@ -50,7 +50,7 @@ class Scheduler:
         self.clock = backend.observer = StageClock()
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
         self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
-        self._near = Near(self.store, self._near_kv, limits.near_tokens, self._fail)
+        self.near = Near(self.store, self._near_kv, limits.near_tokens, self._fail)
         self._rows = RowBatches(backend, self.clock)
         self._kv_lane = Lane(
             "engram-kv",
@@ -70,6 +70,11 @@ class Scheduler:
         )
 
     @property
+    def near_counts(self) -> BatchCounts:
+        """Of the batches that the asking thread runs."""
+        return self._near_kv.counts
+
+    @property
     def lanes(self) -> tuple[Lane, Lane]:
         """The kv lane and the rows lane."""
         return self._kv_lane, self._rows_lane
@@ -79,16 +84,16 @@ class Scheduler:
 
         Nothing happens where the limits allow no such reads.
         """
-        if not self._near.max_tokens:
+        if not self.near.max_tokens:
             return
-        self._near.attach(call_soon)
+        self.near.attach(call_soon)
         for lane in self.lanes:
             lane.give_way()
 
     def submit(self, job: Job) -> None:
         """Queue a read. Raises: Internal after a failure, Draining after `close`."""
         job.submitted_s = time.perf_counter()
-        if self._near.take(job):
+        if self.near.take(job):
             return
         is_rows = job.output in (Output.ROWS, Output.HASH_IDS)
         if not self._queue(self._rows_lane if is_rows else self._kv_lane, job, _READS):
@@ -157,7 +162,7 @@ class Scheduler:
         self._stop(failure)
 
     def _stop(self, error: EngramError) -> None:
-        self._near.stop(error)
+        self.near.stop(error)
         for lane in self.lanes:
             lane.stop(error)
 

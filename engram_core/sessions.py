@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_core.engine_types import MAX_POSITIONS, EngineLimits, SessionState
+from engram_core.engine_types import EPOCH_OPENED, MAX_POSITIONS, EngineLimits, SessionState
 from engram_core.errors import EngramError, StepRefused, TooManyPositions
 from engram_core.fence import (
     Asked,
@@ -63,6 +64,17 @@ class Found:
     rows: Ints
     fence: Fence
     verdict: NDArray[np.int8]
+
+
+class Spot(NamedTuple):
+    """One session as a plain read finds it. ids, starts, num_pages: where its ids lie."""
+
+    length: int
+    base: int
+    epoch: int
+    ids: int
+    starts: int
+    num_pages: int
 
 
 class SessionPool:
@@ -192,6 +204,24 @@ class SessionPool:
         if not verdict.any():
             self._registry.touch(rows)
         return Found(rows, fence, verdict)
+
+    def spot(
+        self, tenant: str, session_id: int, position: int, count: int, epoch: int
+    ) -> Spot | None:
+        """Judge one read as `read` does, in plain integers; None unless it is allowed.
+
+        epoch: EPOCH_OPENED = left out
+        """
+        row = self._registry.row(tenant, session_id)
+        if row is None:
+            return None
+        length, base, present, opened = self._fence[:, row].tolist()
+        fresh = present == (opened if epoch == EPOCH_OPENED else epoch)
+        if not fresh or position < base or count < 0 or position + count > length:
+            return None
+        self._registry.touch(row)
+        ids = self._ids
+        return Spot(length, base, present, ids.address, ids.starts_address(row), ids.pages_per_row)
 
     def renew(self, tenant: str, asked: Asked) -> None:
         """Renew sessions that somebody waits for."""

@@ -17,6 +17,8 @@ STORE = "tests/laws/test_store_laws.py"
 REQUESTS = "tests/refusals/test_requests.py"
 CLIENT = "tests/unit/test_client_protocol.py"
 NATIVE = "tests/native/test_formats.py"
+GATES = "tests/unit/test_reference_backend.py"
+CPU = "tests/native/test_cpu.py"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ HASHING = "engram_core/hashing.py"
 QUANT = "engram_core/quant.py"
 GATE = "engram_core/backends/gate.py"
 REFERENCE = "engram_core/backends/reference.py"
+CPU_GATE = "csrc/cpu/gate.cc"
 PAGES = "engram_core/pages.py"
 SESSIONS = "engram_core/sessions.py"
 FENCE = "engram_core/fence.py"
@@ -197,39 +200,39 @@ FAULTS = (
         GATE,
         "        self._eps = geometry.eps\n",
         "        self._eps = 1e-6\n",
-        f"{LAYER}::test_residual_of_any_size",
+        f"{GATES}::test_eps_is_1e_minus_20_and_each_square_has_its_own_rsqrt",
     ),
     fault(
         "normalised-over-all-streams",
         GATE,
         "        rstd = torch.rsqrt(terms.mean(-1) + self._eps)\n",
         "        rstd = torch.rsqrt(terms.mean((-2, -1)) + self._eps).unsqueeze(-1)\n",
-        f"{LAYER}::test_residual_lies_within_its_interval",
+        f"{GATES}::test_streams_are_normalised_one_by_one",
     ),
     fault(
         "sign-instead-of-copysign",
         GATE,
         "torch.copysign(dot.abs().clamp_min(CLAMP).sqrt(), dot)",
         "dot.abs().clamp_min(CLAMP).sqrt() * dot.sign()",
-        f"{LAYER}::test_zero_residual_takes_the_sign_of_its_zero",
+        f"{GATES}::test_the_gate_takes_the_sign_of_zero",
     ),
     fault(
         "fma-in-the-add",
         GATE,
         "        return torch.mul(value, gate.unsqueeze(-1), out=term).add_(h)",
         "        return torch.addcmul(h, value, gate.unsqueeze(-1))",
-        f"{LAYER}::test_add_is_never_contracted",
+        f"{GATES}::test_product_and_sum_are_rounded_one_after_the_other",
     ),
     fault(
         "maximum-drops-nan",
         GATE,
         "dot.abs().clamp_min(CLAMP).sqrt()",
         "dot.abs().fmax(torch.tensor(CLAMP)).sqrt()",
-        f"{LAYER}::test_bad_residual_stays_in_its_stream",
+        f"{GATES}::test_a_bad_stream_or_key_spoils_its_stream_only",
     ),
     Fault(
         "mask-by-multiplication",
-        REFERENCE,
+        GATE,
         (
             (
                 "        if out.data_ptr() != residual.data_ptr():\n"
@@ -237,11 +240,54 @@ FAULTS = (
                 "            out.index_copy_(0, places, residual.index_select(0, places))\n",
                 "        places = torch.from_numpy(np.flatnonzero(dead))\n"
                 "        kept = residual.index_select(0, places)\n"
-                "        value = self._read(slots[dead])[:, -1:].to(kept.dtype)\n"
+                "        value = store[torch.from_numpy(slots[dead])][:, None, -dim:].to(kept.dtype)\n"
                 "        out.index_copy_(0, places, kept + 0.0 * value)\n",
             ),
         ),
-        (f"{LAYER}::test_dead_position_keeps_nan_payloads",),
+        (f"{GATES}::test_a_dead_position_is_selected_not_multiplied",),
+    ),
+    # ------------------------------------------------------------------ the gate in C++
+    fault(
+        "cpu-gate-maximum-drops-nan",
+        CPU_GATE,
+        "size < CLAMP ? CLAMP : size",
+        "size > CLAMP ? size : CLAMP",
+        f"{CPU}::test_a_bad_stream_stays_in_it",
+    ),
+    fault(
+        "cpu-gate-sign-of-zero",
+        CPU_GATE,
+        "signbit(dot) ? e : 1.0",
+        "dot < 0 ? e : 1.0",
+        f"{CPU}::test_the_gate_takes_the_sign_of_zero",
+    ),
+    fault(
+        "cpu-gate-mean-of-the-other-square",
+        CPU_GATE,
+        "sqrtf(sum.key / size + eps)",
+        "sqrtf(sum.h / size + eps)",
+        f"{CPU}::test_one_gate_of_the_interval_explains_each_stream",
+    ),
+    fault(
+        "cpu-gate-truncates-to-bf16",
+        CPU_GATE,
+        "(bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16",
+        "bits >> 16",
+        f"{CPU}::test_one_gate_of_the_interval_explains_each_stream",
+    ),
+    fault(
+        "cpu-gate-takes-any-slot",
+        CPU_GATE,
+        "slots[t] >= num_slots",
+        "slots[t] > num_slots",
+        f"{CPU}::test_a_slot_there_is_not_is_refused_and_nothing_is_written",
+    ),
+    fault(
+        "cpu-keys-blocking-not-sticky",
+        "csrc/cpu/keys.cc",
+        "is_blocked || at < 0 ? DEAD",
+        "at < 0 ? DEAD",
+        f"{CPU}::test_keys_are_those_of_the_arrays",
     ),
     fault(
         "dead-value-plus-zero",
@@ -523,9 +569,8 @@ FAULTS = (
     fault(
         "client-gates-dead-positions",
         "engram_client/local.py",
-        "        live = torch.arange(len(residual)) if dead is None"
-        " else (~dead).nonzero().flatten()\n",
-        "        live = torch.arange(len(residual))\n",
+        "if dead is None else dead.numpy()",
+        "",
         "tests/unit/test_local.py",
     ),
     # ------------------------------------------------------------------ kernels' formats and hash

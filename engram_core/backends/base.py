@@ -9,7 +9,7 @@ engine's limits allows it, `gate` and `read_kv` run beside a `project` into othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,29 @@ class Unobserved:
         """Nothing."""
 
 
+class NearRead(Protocol):
+    """A small read of one layer by the one thread that makes them all: no tensors, no arrays.
+
+    max_tokens: of a read
+    """
+
+    max_tokens: int
+
+    def keys(
+        self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
+    ) -> list[bytes]:
+        """Return the kv store's keys of positions of one session (see `kv_store.keys_of`).
+
+        ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
+        """
+
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
+        """Gate the positions that `keys` was called for last, in place.
+
+        slots: of each position; residual: address of bfloat16 or float32 [count, hc_mult, dim]
+        """
+
+
 class Backend(Protocol):
     """The arithmetic of the layer on one device."""
 
@@ -62,6 +85,9 @@ class Backend(Protocol):
     """Where bodies and answers are to lie: pinned for a GPU."""
     numerics: Mapping[str, str]
     """What runs and what it promises, for `info` (kernel class -> how)."""
+
+    near_reads: Sequence[NearRead]
+    """What small reads of each layer take, by layer index; empty: they go the general way."""
 
     def rows(
         self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool

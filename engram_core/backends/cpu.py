@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +31,7 @@ from numpy.typing import NDArray
 
 from engram_core.backends.gate import Gate
 from engram_core.errors import BadTensor, Internal
-from engram_core.geometry import Geometry
+from engram_core.geometry import EngramHashTables, Geometry
 
 ABI_VERSION = 1
 NUMERICS = (
@@ -70,7 +82,10 @@ class CpuLibrary:
         self.target = library.engram_cpu_target().decode()
         self.gate = library.engram_cpu_gate
         self.gate.argtypes = (POINTER(GateParams),)
-        self.keys = library.engram_cpu_keys
+        # These keep the interpreter's lock: having it again costs more than they take.
+        library = ctypes.PyDLL(str(path))
+        self.near_gate, self.keys = library.engram_cpu_gate, library.engram_cpu_keys
+        self.near_gate.argtypes = (POINTER(GateParams),)
         self.keys.argtypes = (POINTER(KeysParams),)
 
 
@@ -111,7 +126,7 @@ class CpuGate:
     """
 
     def __init__(self, library: CpuLibrary, geometry: Geometry, qk: torch.Tensor) -> None:
-        self._run = library.gate
+        self.library = library
         self._qk = qk.contiguous()
         self.numerics = f"{NUMERICS} (libengram_cpu, {library.target})"
         self._params = GateParams(
@@ -122,7 +137,7 @@ class CpuGate:
         """Gate tokens that have their kv beside them (see `TokenGate`)."""
         residual, kv = residual.contiguous(), kv.contiguous()
         out = torch.empty_like(residual)
-        self._call(kv, len(kv), 0, 0, residual, out)
+        self._call(kv, 0, 0, residual, out)
         return out
 
     def update(
@@ -135,25 +150,79 @@ class CpuGate:
     ) -> None:
         """Gate tokens whose kv lies in slots (see `TokenGate`)."""
         slots, dead = np.ascontiguousarray(slots), np.ascontiguousarray(dead)
-        self._call(store, len(store), slots.ctypes.data, dead.ctypes.data, residual, out)
+        self._call(store, slots.ctypes.data, dead.ctypes.data, residual, out)
 
     def _call(
         self,
         kv: torch.Tensor,
-        num_slots: int,
         slots: int,
         dead: int,
         residual: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        params = GateParams.from_buffer_copy(self._params)
-        params.kv, params.num_slots = kv.data_ptr(), num_slots
+        params = self.params_of(kv)
         params.slots, params.is_dead = slots, dead
         params.residual, params.out = residual.data_ptr(), out.data_ptr()
         params.num_tokens, params.is_f32 = len(residual), residual.dtype == torch.float32
         params.num_threads = torch.get_num_threads()
-        if self._run(byref(params)):
-            raise BadTensor("gate: expected slots of the store", expected=f"0..{num_slots - 1}")
+        if self.library.gate(byref(params)):
+            raise BadTensor("gate: expected slots of the store", expected=f"0..{len(kv) - 1}")
+
+    def params_of(self, store: torch.Tensor) -> GateParams:
+        """Return parameters of their own. store: bfloat16 [slots, (hc_mult + 1) * dim]"""
+        params = GateParams.from_buffer_copy(self._params)
+        params.kv, params.num_slots = store.data_ptr(), len(store)
+        return params
+
+
+class CpuNearRead:
+    """`backends.base.NearRead`. store: bfloat16 [slots, (hc_mult + 1) * dim], kept"""
+
+    max_tokens = 64
+
+    def __init__(
+        self, gate: CpuGate, layer_index: int, tables: EngramHashTables, store: torch.Tensor
+    ) -> None:
+        self._kept = gate, store
+        self._width = (2 + tables.max_ngram_size) * 4
+        self._keys = (c_char * (self._width * self.max_tokens))()
+        self._view = memoryview(self._keys).cast("B")
+        self._dead = (c_char * self.max_tokens)()
+        self._slots = (c_int64 * self.max_tokens)()
+        self._of_keys = KeysParams(
+            max_ngram_size=tables.max_ngram_size,
+            pad_id=tables.pad_id,
+            layer=layer_index,
+            keys=addressof(self._keys),
+            is_dead=addressof(self._dead),
+        )
+        self._of_gate = gate.params_of(store)
+        self._of_gate.slots, self._of_gate.is_dead = addressof(self._slots), addressof(self._dead)
+        self._of_gate.num_threads = 1
+        self._run_keys, self._run_gate = gate.library.keys, gate.library.near_gate
+        self._to_keys, self._to_gate = byref(self._of_keys), byref(self._of_gate)
+
+    def keys(
+        self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
+    ) -> list[bytes]:
+        """Return the kv store's keys (see `NearRead.keys`). Raises Internal: out of range."""
+        params = self._of_keys
+        params.ids, params.starts, params.num_pages = ids, starts, num_pages
+        params.tenant, params.position, params.count = tenant, position, count
+        if not 0 < count <= self.max_tokens or self._run_keys(self._to_keys):
+            raise Internal(f"positions {position}..{position + count - 1} of a session")
+        self._of_gate.num_tokens = count
+        width = self._width
+        return [bytes(self._view[i : i + width]) for i in range(0, count * width, width)]
+
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
+        """Gate in place (see `NearRead.gate`). Raises Internal: no such slots."""
+        params = self._of_gate
+        self._slots[: len(slots)] = slots  # type: ignore[assignment]  # ctypes takes integers
+        params.residual = params.out = residual
+        params.is_f32 = is_f32
+        if len(slots) != params.num_tokens or self._run_gate(self._to_gate):
+            raise Internal(f"slots {slots} of {params.num_slots}")
 
 
 @cache
@@ -176,3 +245,13 @@ def make_gate(geometry: Geometry, qk: torch.Tensor) -> TokenGate:
     """Return a layer's gate as this process computes it. qk: float32 [hc_mult, dim]."""
     library = find_library()
     return Gate(geometry, qk) if library is None else CpuGate(library, geometry, qk)
+
+
+def near_reads(
+    gates: Sequence[TokenGate], tables: EngramHashTables, store: torch.Tensor
+) -> tuple[CpuNearRead, ...]:
+    """Return what small reads take, by layer index; nothing where torch gates."""
+    native = [gate for gate in gates if isinstance(gate, CpuGate)]
+    if len(native) < len(gates):
+        return ()
+    return tuple(CpuNearRead(gate, i, tables, store) for i, gate in enumerate(native))

@@ -1,6 +1,7 @@
-"""The layer in plain torch on the CPU: the definition of what is right, and the embedded default.
+"""The layer on the CPU, in plain torch: the definition of what is right, and the embedded default.
 
-A token's bits do not depend on the batch it comes in. torch does not promise that: `projection.py`
+The gate alone is libengram_cpu's where it was built (`cpu.py`), torch's (`gate.py`) elsewhere. A
+token's bits do not depend on the batch it comes in. torch does not promise that: `projection.py`
 and `gate.py` say what had to be done, `self_check.py` measures that it worked.
 """
 
@@ -13,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.backends.base import StageObserver, Unobserved
-from engram_core.backends.gate import Gate
+from engram_core.backends.base import NearRead, StageObserver, Unobserved
+from engram_core.backends.cpu import make_gate, near_reads
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
 from engram_core.backends.self_check import check_gate, check_projection, check_sigmoid
 from engram_core.errors import BadTensor, CheckpointError
@@ -56,14 +57,15 @@ class ReferenceBackend:
         self.host_memory: HostMemory = PlainMemory()
         self._tables = tuple(tables)
         self._requantize = tuple(layer.requantize_input for layer in weights)
-        self._gates = tuple(Gate(geometry, layer.qk) for layer in weights)
+        self._gates = tuple(make_gate(geometry, layer.qk) for layer in weights)
         dtype = product_dtype()
         self._projections = tuple(Projection(layer.wkv, dtype) for layer in weights)
         self._kv = torch.empty((num_slots, geometry.out_features), dtype=torch.bfloat16)
+        self.near_reads: Sequence[NearRead] = near_reads(self._gates, hash_tables, self._kv)
         self.numerics: Mapping[str, str] = {
             "wkv": f"{str(dtype).removeprefix('torch.')} matrix product, one float32 accumulator "
             "rounded once; inputs padded to 16 tokens; bits do not depend on the batch",
-            "gate": "float32, no fused multiply-add; bits do not depend on the batch",
+            "gate": self._gates[0].numerics,
             "wkv_input": "e4m3 per 32 values" if any(self._requantize) else "bfloat16 rows",
         }
 
@@ -145,14 +147,9 @@ class ReferenceBackend:
         _check_len("dead", len(dead), len(slots))
         live = np.flatnonzero(~dead)
         self._check_slots(slots[live])
-        gate = self._gates[layer_index]
-        for piece in _pieces(len(live), gate.tile_tokens):
-            places = torch.from_numpy(live[piece])
-            kv = self._read(slots[live[piece]])
-            out.index_copy_(0, places, gate(residual.index_select(0, places), kv))
-        if out.data_ptr() != residual.data_ptr():
-            places = torch.from_numpy(np.flatnonzero(dead))
-            out.index_copy_(0, places, residual.index_select(0, places))
+        if not (residual.is_contiguous() and out.is_contiguous()):
+            raise BadTensor("residual, out: expected contiguous tensors")
+        self._gates[layer_index].update(self._kv, slots, dead, residual, out)
 
     def self_check(self) -> None:
         """Look rows up, and compare bits over batch sizes. Raises: SelfCheckFailed."""
@@ -167,7 +164,7 @@ class ReferenceBackend:
         """Free tables, weights and slots."""
         for table in self._tables:
             table.close()
-        self._tables, self._projections = (), ()
+        self._tables, self._projections, self.near_reads = (), (), ()
         self._kv = torch.empty(0)
 
     def _read(self, slots: NDArray[np.int64]) -> torch.Tensor:

@@ -96,6 +96,27 @@ def test_it_is_torchs_gate_to_the_last_bits_of_float32(library: CpuLibrary) -> N
     assert close.all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_stream_stays_in_it(library: CpuLibrary, bad: float) -> None:
+    residual, kv, qk = inputs(3, 2, 40, torch.float32)
+    gate = CpuGate(library, geometry(2, 40), qk)
+    clean = gate(residual, kv)
+    residual[1, 0, 39] = bad
+    out = gate(residual, kv)
+    assert out[1, 0].isnan().all()
+    out[1, 0] = clean[1, 0]
+    assert same_bits(out, clean)
+
+
+@pytest.mark.parametrize("sign", [0.0, -0.0])
+def test_the_gate_takes_the_sign_of_zero(library: CpuLibrary, sign: float) -> None:
+    residual = torch.full((1, 1, 8), sign)
+    kv = torch.ones((1, 2, 8), dtype=torch.bfloat16)
+    out = CpuGate(library, geometry(1, 8), torch.ones((1, 8)))(residual, kv)
+    root = torch.copysign(torch.tensor(1e-6).double().sqrt(), torch.tensor(sign))
+    assert same_bits(out, torch.sigmoid(root).float().expand(1, 1, 8).contiguous())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_threads_change_no_bits(library: CpuLibrary, threads: int) -> None:
     residual, kv, qk = inputs(700, 4, 1024, torch.bfloat16)
