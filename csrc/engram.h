@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define ENGRAM_ABI_VERSION 2
+#define ENGRAM_ABI_VERSION 3
 #define ENGRAM_MAX_NGRAM 8
 #define ENGRAM_MAX_HASH_COLS 64
 #define ENGRAM_INLINE_TOKENS 64 /* windows and slots of so many travel inside the launch */
@@ -92,6 +92,26 @@ engram_status engram_event_wait(engram_event event, int64_t timeout_ms);
 engram_status engram_copy(void* to, const void* from, int64_t num_bytes, engram_stream stream);
 engram_status engram_fill(void* to, int32_t byte, int64_t num_bytes, engram_stream stream);
 
+/* ---- graphs: launches captured once at start, which read what changes when they run ---- */
+
+/* In pinned host memory, filled in before each replay; nothing is captured again. */
+typedef struct {
+  int64_t slots[ENGRAM_INLINE_TOKENS];
+  int32_t windows[ENGRAM_INLINE_TOKENS * 4]; /* [T, N], N <= 4 */
+  uint8_t is_dead[ENGRAM_INLINE_TOKENS];
+  const void* residual; /* device, or pinned host memory */
+  void* out;
+} engram_descriptor;
+
+typedef void* engram_graph; /* a cudaGraphExec_t */
+
+/* What the calling thread enqueues on `stream` between the two is captured and not run. The end
+ * must come after a failed launch too: ENGRAM_UNSUPPORTED then, and the stream is usable again. */
+engram_status engram_capture_begin(engram_stream stream);
+engram_status engram_capture_end(engram_stream stream, engram_graph* graph);
+engram_status engram_graph_launch(engram_graph graph, engram_stream stream);
+engram_status engram_graph_destroy(engram_graph graph);
+
 /* ---- gather: windows or row ids -> rows ---- */
 
 typedef struct {
@@ -125,6 +145,10 @@ typedef struct {
   const int32_t* windows;    /* [T, N] newest first, after blocking; or NULL. Host memory if
                               * T <= ENGRAM_INLINE_TOKENS and N <= 4, else device */
   const int64_t* hash_ids;   /* [T, C]; exactly one of the two. Not checked on the device */
+  const engram_descriptor* descriptor; /* or NULL; instead of the two, T <= ENGRAM_INLINE_TOKENS:
+                                        * windows are read there when the launch runs */
+  int64_t* slots_out; /* device, with a descriptor: its slots [T], for the projection behind; or
+                       * NULL */
   int64_t num_tokens;
   int32_t num_cols; /* C */
   int32_t output;   /* engram_gather_output */
@@ -155,7 +179,8 @@ typedef struct {
   const void* wkv;      /* bf16 [out_features, K] */
   void* kv;             /* bf16 [num_slots, out_features] */
   const int64_t* slots; /* [T] distinct, or NULL: token t goes to slot t. Host memory if
-                         * T <= ENGRAM_INLINE_TOKENS, else device */
+                         * T <= ENGRAM_INLINE_TOKENS and not slots_on_device, else device */
+  int32_t slots_on_device; /* 1: at every T, so that a graph can read them when it runs */
   int64_t num_tokens;
   int64_t in_features, out_features; /* K % 8 == 0, out_features % 8 == 0 */
   engram_stream stream;
@@ -206,6 +231,7 @@ typedef struct {
   const void* from;
   void* kv;
   const int64_t* slots; /* [T], as above */
+  int32_t slots_on_device;
   int64_t num_tokens, out_features;
   engram_stream stream;
 } engram_scatter_params;
@@ -221,6 +247,8 @@ typedef struct {
   const float* qk;        /* f32 [HC, dim] */
   const void* residual;   /* [T, HC, dim] bf16, or f32 if is_f32 */
   void* out;              /* the same; may be residual itself */
+  const engram_descriptor* descriptor; /* or NULL; T <= ENGRAM_INLINE_TOKENS: slots, is_dead,
+                                        * residual and out are read there when the launch runs */
   int64_t num_tokens;
   int32_t dim, hc_mult; /* dim % 8 == 0, dim <= 8192, hc_mult 1..4 */
   float eps;
@@ -229,22 +257,72 @@ typedef struct {
 } engram_gate_params;
 
 engram_status engram_gate(const engram_gate_params* params);
-/* The gate from pinned to pinned host memory, and the wait for its end: pieces go up, through the
- * gate and down on three streams, or are read and written in place. */
+
+/* ---- projections and gates as the host asks for them: one call each ---- */
+
+/* Which projection each slot waits for: what projects writes it, what reads waits on it. */
 typedef struct {
-  engram_gate_params gate; /* residual, out: host, pinned; slots, is_dead: host at every T */
-  int32_t is_mapped;       /* the kernel reads and writes host memory in place: no lanes */
-  int32_t num_lanes;
-  int64_t piece_tokens;       /* 1..ENGRAM_INLINE_TOKENS */
-  void* const* lanes;         /* host: [num_lanes] device buffers of a piece */
-  const engram_event* events; /* host: [num_lanes][3] */
-  engram_stream upload, download;
-  engram_event after; /* what the gate waits for, or NULL */
+  int64_t num_slots;
+  int64_t* made_by;         /* host [num_slots]: the number of the projection, from 1 on */
+  int64_t* finished;        /* host: all up to here are known to have ended */
+  const engram_event* ends; /* host: projection s ends at ends[s % num_ends] */
+  int64_t num_ends;
+} engram_projections;
+
+/* A projection of windows through a graph: refuses slots, fills the descriptor in, launches. */
+typedef struct {
+  engram_graph graph;
+  engram_descriptor* descriptor; /* what the graph reads; no replay that reads it may run */
+  const engram_projections* projections;
+  int32_t max_ngram_size;
+  engram_stream stream;
+} engram_replay_params;
+
+engram_status engram_replay(const engram_replay_params* params, const int64_t* slots,
+                            const int32_t* windows, int64_t num_tokens, int64_t sequence);
+
+/* A piece of a residual on its way through the device. */
+typedef struct {
+  void* device; /* of piece_tokens, f32 */
+  void* stage;  /* host, pinned: the same */
+  engram_stream stream;
   engram_event done;
+} engram_lane;
+
+/* Threads that copy between pageable memory and the lanes' stages. */
+typedef struct engram_workers engram_workers;
+engram_status engram_workers_create(int32_t num_threads, int32_t device, engram_workers** workers);
+engram_status engram_workers_destroy(engram_workers* workers);
+
+typedef enum {
+  ENGRAM_WAY_MAPPED = 0, /* the kernel reads and writes host memory in place: no lanes */
+  ENGRAM_WAY_COPIED = 1, /* pieces are copied up, gated, and copied down */
+  ENGRAM_WAY_WRITTEN = 2 /* pieces are copied up, and the kernel writes host memory in place */
+} engram_way;
+
+/* The gate between host buffers, and the wait for its end. */
+typedef struct {
+  engram_gate_params gate; /* kv, qk, sizes, and the stream of mapped launches and graphs */
+  int32_t way;             /* engram_way */
+  int32_t is_pageable; /* residual or out is no pinned memory: through the lanes' stages, copied by
+                        * the workers (one piece: by the calling thread, in place in its stage) */
+  int64_t piece_tokens;
+  int32_t num_lanes;
+  const engram_lane* lanes; /* host */
+  engram_workers* workers;
+  const engram_projections* projections;
+  const engram_graph* graphs; /* host [ENGRAM_INLINE_TOKENS + 1], by T: NULL there, or altogether:
+                               * launches. Mapped batches of one piece alone */
+  engram_descriptor* descriptor; /* what the graphs read */
+  const engram_event* marks;     /* NULL, or host [4]: timed, around the first piece's way up, gate
+                                  * and way down; not of mapped batches */
   int64_t timeout_ms;
 } engram_gate_host_params;
 
-engram_status engram_gate_host(const engram_gate_host_params* params);
+/* slots, is_dead: host [T]; slots of dead tokens are not looked at. residual, out: host. */
+engram_status engram_gate_host(const engram_gate_host_params* params, const int64_t* slots,
+                               const uint8_t* is_dead, const void* residual, void* out,
+                               int64_t num_tokens);
 
 typedef struct {
   const void* kv;

@@ -59,25 +59,29 @@ class LocalLayer:
         """Return residual + gate * value; dead positions keep their bits.
 
         residual: bfloat16 or float32 [T, hc_mult, dim]; kv: bfloat16 [T, hc_mult + 1, dim]
-        dead: bool [T]
+        dead: bool [T]; tensors may be on a device: the gate is computed on the CPU
+        Returns: on the residual's device
+
         Raises ValueError: shapes or dtypes.
         """
         _check_gate(residual, kv, dead, self._shape)
-        residual = residual.contiguous()
-        out, slots = torch.empty_like(residual), np.arange(len(residual))
-        is_dead = np.zeros(len(residual), np.bool_) if dead is None else dead.numpy()
-        self._gate.update(kv.contiguous().flatten(1), slots, is_dead, residual, out)
-        return out
+        h = residual.detach().cpu().contiguous()
+        out, slots = torch.empty_like(h), np.arange(len(h))
+        is_dead = np.zeros(len(h), np.bool_) if dead is None else dead.cpu().numpy()
+        self._gate.update(kv.detach().cpu().contiguous().flatten(1), slots, is_dead, h, out)
+        return out.to(residual.device)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         """Return kv, bfloat16 [T, hc_mult + 1, dim], of rows, bfloat16 [T, n_hash_cols, head_dim].
+
+        Returns: on the rows' device; computed on the CPU
 
         Raises ValueError: shapes or dtypes, or no wkv.
         """
         if self._projection is None:
             raise ValueError("project: expected a layer with wkv: LocalLayer.fetch(projects=True)")
         hc_mult, dim = self._shape
-        flat = rows.flatten(1)
+        flat = rows.detach().cpu().flatten(1)
         width = self._projection.wkv.shape[1]
         if rows.dtype != torch.bfloat16 or flat.shape[1] != width:
             raise ValueError(f"rows: expected bfloat16 [T, ...] of {width}, got {_spec(rows)}")
@@ -86,7 +90,7 @@ class LocalLayer:
             part = flat[begin : begin + PROJECT_TOKENS]
             part = requantize(part) if self._requantizes else part
             kv[begin : begin + len(part)] = self._projection(part)
-        return kv.view(-1, hc_mult + 1, dim)
+        return kv.view(-1, hc_mult + 1, dim).to(rows.device)
 
 
 def gate(

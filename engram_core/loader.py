@@ -58,17 +58,26 @@ def load(
     num_slots: int,
     budget: Budget | None = None,
     progress: Progress | None = None,
+    graphs: str = "auto",
 ) -> Backend:
     """Load a checkpoint onto a device.
 
     device: "cpu" or "cuda:N"; placement: auto, device, host or disk; num_slots: of the kv store
+    graphs: CUDA graphs of small batches, "auto" or "off"; a CPU has none
 
     Raises: MemoryShort before anything is loaded; CheckpointError; EngramError without the device.
     """
     budget, progress = budget or Budget(), progress or (lambda *_: None)
     if device.startswith("cuda"):
-        options = {"placement": placement, "num_slots": num_slots, "budget": budget}
-        backend: Backend = _cuda_loader()(checkpoint, device=device, progress=progress, **options)
+        backend: Backend = _cuda_loader()(
+            checkpoint,
+            device=device,
+            placement=placement,
+            num_slots=num_slots,
+            budget=budget,
+            progress=progress,
+            graphs=graphs,
+        )
         return backend
     if device != "cpu":
         expected = "cpu or cuda:N"

@@ -118,6 +118,7 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
         num_slots=num_slots,
         budget=budget,
         progress=report,
+        graphs=settings.graphs,
     )
     report("self-check", 0, 0)
     backend.self_check()

@@ -28,8 +28,14 @@ struct GateArgs {
   int64_t num_tokens;
   int32_t dim, hc_mult;
   float eps, inverse_dim, inverse_root_dim;
+  const engram_descriptor* descriptor;  // of a captured launch
   SlotList list;
 };
+
+// kOnce: a block owns one token. kStays: it walks over tokens of its stream, with q*k (20 KB a
+// stream) in registers; better for many tokens. kCaptured: as kOnce, and what it reads and writes
+// is said by the descriptor.
+enum class Mode { kOnce, kStays, kCaptured };
 
 // 16 bytes of residual and the bf16 beside them. They stay packed until they are used.
 template <bool kIsF32>
@@ -146,13 +152,17 @@ __device__ __forceinline__ void add_products(Sums& sums, const float (&h)[kWidth
   }
 }
 
-// kStays: the block walks over tokens of its stream, with q*k (20 KB a stream) in registers.
-// Otherwise it owns one token, and fewer registers: better for few tokens.
-template <bool kIsF32, int kVectors, bool kStays>
+template <class Pointer>
+__device__ __forceinline__ Pointer load_pointer(const Pointer* from) {
+  return reinterpret_cast<Pointer>(__ldg(reinterpret_cast<const unsigned long long*>(from)));
+}
+
+template <bool kIsF32, int kVectors, Mode kMode>
 __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>::kWidth))
     gate_kernel(const __grid_constant__ GateArgs args) {
   using V = Vector<kIsF32>;
   constexpr int kWidth = V::kWidth;
+  constexpr bool kStays = kMode == Mode::kStays;
   // Two sets in turn: a warp may start the next token while another still reads this one's gate.
   __shared__ BlockSums shared[kStays ? 2 : 1];
   const int vectors = args.dim / kWidth, hc = args.hc_mult;
@@ -173,18 +183,31 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
   int turn = 0;
   for (int64_t token = blockIdx.x / hc; token < args.num_tokens; token += step) {
     const int64_t row = token * hc * vectors + first;
-    const auto* residual = static_cast<const typename V::Residual*>(args.residual) + row;
-    auto* out = static_cast<typename V::Residual*>(args.out) + row;
-    const bool is_dead = args.list.dead(token);
+    const void* from = args.residual;
+    void* to = args.out;
+    int64_t slot;
+    bool is_dead;
+    if constexpr (kMode == Mode::kCaptured) {
+      // Over the link, all four at once.
+      from = load_pointer(&args.descriptor->residual);
+      to = load_pointer(&args.descriptor->out);
+      slot = __ldg(args.descriptor->slots + token);
+      is_dead = __ldg(args.descriptor->is_dead + token) != 0;
+    } else {
+      is_dead = args.list.dead(token);
+      slot = is_dead ? 0 : args.list.slot(token);
+    }
+    const auto* residual = static_cast<const typename V::Residual*>(from) + row;
+    auto* out = static_cast<typename V::Residual*>(to) + row;
     if (is_dead) {
-      if (args.out != args.residual)
+      if (to != from)
         for (int vector = threadIdx.x; vector < vectors; vector += blockDim.x)
           out[vector] = residual[vector];
       if (!kStays) return;
       continue;
     }
     const auto* kv =
-        static_cast<const typename V::Kv*>(args.kv) + args.list.slot(token) * (hc + 1) * vectors;
+        static_cast<const typename V::Kv*>(args.kv) + slot * (hc + 1) * vectors;
     typename V::Residual packed[kVectors];
     typename V::Kv key[kVectors], value[kVectors];
 #pragma unroll
@@ -233,7 +256,7 @@ engram_status resident_blocks(int threads, int64_t& blocks) {
   ENGRAM_CUDA(cudaGetDevice(&device));
   ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   ENGRAM_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks_a_sm, gate_kernel<kIsF32, kVectors, true>, threads, 0));
+      &blocks_a_sm, gate_kernel<kIsF32, kVectors, Mode::kStays>, threads, 0));
   blocks = static_cast<int64_t>(num_sms) * blocks_a_sm;
   return ENGRAM_OK;
 }
@@ -246,8 +269,11 @@ template <bool kIsF32, int kVectors>
 engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
   const int vectors = args.dim / Vector<kIsF32>::kWidth;
   const int threads = ((vectors + kVectors - 1) / kVectors + 31) / 32 * 32;
-  if (kIsF32 || args.num_tokens <= kStayTokens) {
-    gate_kernel<kIsF32, kVectors, false>
+  if (args.descriptor != nullptr) {
+    gate_kernel<kIsF32, kVectors, Mode::kCaptured>
+        <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
+  } else if (kIsF32 || args.num_tokens <= kStayTokens) {
+    gate_kernel<kIsF32, kVectors, Mode::kOnce>
         <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
   } else if constexpr (!kIsF32) {
     int64_t blocks = 0;
@@ -255,7 +281,7 @@ engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
       return status;
     const int64_t walkers = blocks / args.hc_mult;
     const int64_t used = args.num_tokens < walkers ? args.num_tokens : walkers;
-    gate_kernel<kIsF32, kVectors, true>
+    gate_kernel<kIsF32, kVectors, Mode::kStays>
         <<<static_cast<unsigned>(used * args.hc_mult), threads, 0, stream>>>(args);
   }
   ENGRAM_CUDA(cudaGetLastError());
@@ -276,6 +302,9 @@ static engram_status check_gate(const engram_gate_params& p) {
                  "gate: expected dim in multiples of 8 up to %d, got %d", kMaxDim, p.dim);
   ENGRAM_REQUIRE(p.num_tokens >= 0 && p.num_tokens <= (1 << 28),
                  "gate: expected 0..2^28 tokens, got %lld", static_cast<long long>(p.num_tokens));
+  ENGRAM_REQUIRE(p.descriptor == nullptr || p.num_tokens <= ENGRAM_INLINE_TOKENS,
+                 "gate: a descriptor holds %d tokens, got %lld", ENGRAM_INLINE_TOKENS,
+                 static_cast<long long>(p.num_tokens));
   ENGRAM_REQUIRE(p.eps >= 0.0f, "gate: expected eps >= 0, got %g", static_cast<double>(p.eps));
   return ENGRAM_OK;
 }
@@ -298,7 +327,9 @@ engram_status engram_gate(const engram_gate_params* params) {
   args.inverse_dim = static_cast<float>(1.0 / params->dim);
   args.inverse_root_dim =
       static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(params->dim)));
-  fill_slot_list(args.list, params->slots, params->is_dead, params->num_tokens);
+  args.descriptor = params->descriptor;
+  if (params->descriptor == nullptr)
+    fill_slot_list(args.list, params->slots, params->is_dead, params->num_tokens);
   const cudaStream_t stream = static_cast<cudaStream_t>(params->stream);
   return params->is_f32 ? dispatch_gate<true>(args, stream) : dispatch_gate<false>(args, stream);
 }

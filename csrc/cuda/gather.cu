@@ -30,6 +30,9 @@ struct GatherArgs {
   int64_t num_pairs;  // T * C
   int32_t num_cols, head_dim;
   bool requantized, is_inline;
+  const int64_t* slots;  // a graph's: passed on to slots_out, or NULL
+  int64_t* slots_out;
+  int32_t num_slots;
   engram_hash hash;
   int32_t inline_windows[ENGRAM_INLINE_TOKENS * 4];
 };
@@ -73,6 +76,9 @@ __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs args) {
   const int lane = threadIdx.x % 32;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kGatherWarps + threadIdx.x / 32;
+  // One block fetches the slots over the link for the whole projection behind.
+  if (args.slots != nullptr && blockIdx.x == 0 && threadIdx.x < args.num_slots)
+    args.slots_out[threadIdx.x] = __ldg(args.slots + threadIdx.x);
   const int64_t first = warp * kRows;
   if (first >= args.num_pairs) return;
   const int64_t mine = min(first + lane % kRows, args.num_pairs - 1);
@@ -173,12 +179,18 @@ static engram_status check_gather(const engram_gather_params& p) {
   ENGRAM_REQUIRE(p.table->scales == nullptr || p.table->format == ENGRAM_E4M3_E8M0_32,
                  "gather: expected scales apart from codes only for E4M3_E8M0_32, got format %d",
                  p.table->format);
-  ENGRAM_REQUIRE((p.windows == nullptr) != (p.hash_ids == nullptr),
-                 "gather: expected exactly one of windows and hash_ids");
-  ENGRAM_REQUIRE(p.windows == nullptr || p.hash != nullptr,
+  const bool is_hashed = p.windows != nullptr || p.descriptor != nullptr;
+  ENGRAM_REQUIRE((p.windows != nullptr) + (p.hash_ids != nullptr) + (p.descriptor != nullptr) == 1,
+                 "gather: expected exactly one of windows, hash_ids and a descriptor");
+  ENGRAM_REQUIRE(!is_hashed || p.hash != nullptr,
                  "gather: expected hash constants with windows, got NULL");
-  ENGRAM_REQUIRE(p.num_cols > 0 && (p.windows == nullptr ||
-                                    p.num_cols == (p.hash->max_ngram_size - 1) * p.hash->num_heads),
+  ENGRAM_REQUIRE(p.descriptor == nullptr ||
+                     (is_inline(p) && p.output != ENGRAM_OUT_STORED),
+                 "gather: a descriptor holds windows of at most 4 ids of at most %d tokens, whose "
+                 "rows are dequantised",
+                 ENGRAM_INLINE_TOKENS);
+  ENGRAM_REQUIRE(p.num_cols > 0 &&
+                     (!is_hashed || p.num_cols == (p.hash->max_ngram_size - 1) * p.hash->num_heads),
                  "gather: expected (N - 1) * num_heads hash columns, got %d", p.num_cols);
   ENGRAM_REQUIRE(p.output >= ENGRAM_OUT_BF16 && p.output <= ENGRAM_OUT_STORED,
                  "gather: expected output 0..2, got %d", p.output);
@@ -229,6 +241,12 @@ engram_status engram_gather(const engram_gather_params* params) {
            static_cast<size_t>(params->num_tokens) * params->hash->max_ngram_size * 4);
   else
     args.windows = params->windows;
+  if (params->descriptor != nullptr) {
+    args.windows = params->descriptor->windows;
+    args.slots = params->slots_out != nullptr ? params->descriptor->slots : nullptr;
+    args.slots_out = params->slots_out;
+    args.num_slots = static_cast<int32_t>(params->num_tokens);
+  }
   args.hash_ids = params->hash_ids;
   args.out = static_cast<uint8_t*>(params->out);
   args.num_pairs = params->num_tokens * params->num_cols;

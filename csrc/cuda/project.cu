@@ -199,7 +199,8 @@ engram_status engram_project_chain(const engram_project_params* params) {
   args.num_tokens = params->num_tokens;
   args.in_features = params->in_features;
   args.out_features = params->out_features;
-  fill_slot_list(args.list, params->slots, nullptr, params->num_tokens);
+  fill_slot_list(args.list, params->slots, nullptr, params->num_tokens,
+                 params->slots_on_device != 0);
   const cudaStream_t stream = static_cast<cudaStream_t>(params->stream);
   if (args.num_tokens <= 8) return launch_project<8>(args, stream);
   if (args.num_tokens <= 16) return launch_project<16>(args, stream);
@@ -219,7 +220,8 @@ engram_status engram_scatter_kv(const engram_scatter_params* params) {
   args.from = static_cast<const uint4*>(params->from);
   args.kv = static_cast<uint4*>(params->kv);
   args.vectors = params->out_features / 8;
-  engram::fill_slot_list(args.list, params->slots, nullptr, params->num_tokens);
+  engram::fill_slot_list(args.list, params->slots, nullptr, params->num_tokens,
+                         params->slots_on_device != 0);
   engram::scatter_kernel<<<static_cast<unsigned>(params->num_tokens), 256, 0,
                            static_cast<cudaStream_t>(params->stream)>>>(args);
   ENGRAM_CUDA(cudaGetLastError());

@@ -28,10 +28,10 @@ struct SlotList {
 };
 
 inline void fill_slot_list(SlotList& list, const int64_t* slots, const uint8_t* is_dead,
-                           int64_t num_tokens) {
+                           int64_t num_tokens, bool on_device = false) {
   list.slots = slots;
   list.is_dead = is_dead;
-  list.is_inline = num_tokens <= ENGRAM_INLINE_TOKENS;
+  list.is_inline = num_tokens <= ENGRAM_INLINE_TOKENS && !on_device;
   if (!list.is_inline) return;
   for (int64_t t = 0; t < num_tokens; ++t) {
     list.inline_slots[t] = slots != nullptr ? slots[t] : t;

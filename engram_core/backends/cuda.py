@@ -73,12 +73,14 @@ def load(
     num_slots: int,
     budget: Budget,
     progress: Progress,
+    graphs: str = "auto",
 ) -> CudaBackend:
     """Load a checkpoint onto a CUDA device (see `loader.load`).
 
     cublasLt is compared with the chain here; `self_check` is the caller's, as for every backend.
 
     device: "cuda" or "cuda:N"; placement: auto, device, or host (rows gathered from pinned memory)
+    graphs: see `CudaBackend.capture_graphs`
 
     Raises: MemoryShort before the first byte; CheckpointError; Unsupported.
     """
@@ -119,6 +121,7 @@ def load(
         failed.callback(backend.close)
         backend.open_gemm(cublaslt_candidates())
         backend.choose_kernels()
+        backend.capture_graphs(graphs)
         if budget.in_flight_bytes:
             backend.pin_in_flight(budget.in_flight_bytes)
         check(needs, ledger, _memory(native.device(index)))
@@ -146,8 +149,8 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     """Add up what the backend holds on the device and beside it."""
     geometry, sizes = checkpoint.geometry, Sizes()
     residual_bytes = geometry.hc_mult * geometry.dim * 4
-    lanes = sizes.num_lanes * abi.INLINE_TOKENS * residual_bytes
-    pinned = sizes.lane_tokens * (residual_bytes + 2 * geometry.kv_bytes)
+    lanes = sizes.num_lanes * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
+    pinned = lanes + sizes.lane_tokens * 2 * geometry.kv_bytes
     pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),

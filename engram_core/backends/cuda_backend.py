@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from ctypes import byref
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,44 +20,37 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends import native as abi
-from engram_core.backends.base import StageObserver, Unobserved
-from engram_core.backends.cuda_check import (
-    check_gate,
-    check_projection,
-    gemm_matches_chain,
-    stored_matches_chain,
-    time_kernels,
+from engram_core.backends.arguments import (
+    live_slots,
+    require,
+    require_rows,
+    require_slots,
+    require_tensor,
 )
-from engram_core.backends.device import Event, PinnedBuffer, Stream
-from engram_core.backends.engram_v41 import CHAIN_TOKENS, DeviceLayer, EngramV41
-from engram_core.backends.native import INLINE_TOKENS, Device, Native, Unsupported
+from engram_core.backends.base import StageObserver, Unobserved
+from engram_core.backends.choices import choose_graphs, choose_kernels, open_gemm
+from engram_core.backends.cuda_check import check_gate, check_projection
+from engram_core.backends.device import PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
+from engram_core.backends.gates import MAPPED_TOKENS, HostGates
+from engram_core.backends.graphs import Graphs, GraphUse
+from engram_core.backends.native import Device, Native
 from engram_core.backends.pinned import PinnedMemory
+from engram_core.backends.projections import Projections
 from engram_core.backends.staging import (
     ControlRing,
-    GateLanes,
     Lane,
     address_of,
-    copy_memory,
     fits_inline,
     pieces,
 )
-from engram_core.backends.stored_wkv import StoredWkv
-from engram_core.errors import BadTensor, Internal, RowOutOfRange
+from engram_core.backends.timing import ProjectionTimer
+from engram_core.errors import BadTensor, EngramError, Internal
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.host_memory import HostMemory, PlainMemory
 
-MAPPED_TOKENS = 32
-"""Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
-
-_Owned = TypeVar("_Owned", Stream, Event, ControlRing, Lane, GateLanes, PinnedBuffer)
+_Owned = TypeVar("_Owned", Stream, ControlRing, Lane, HostGates, Projections, ProjectionTimer)
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-
-_TRACKED = 64
-"""Projections whose ends are remembered."""
-
-_QUEUED = 2
-"""Projections the device may have at once: it never idles between them, and what becomes urgent
-meanwhile waits for no more than these."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +79,7 @@ class CudaBackend:
 
     name = "cuda"
     observer: StageObserver = Unobserved()
+    near_reads = ()
 
     def __init__(
         self,
@@ -115,11 +108,12 @@ class CudaBackend:
         # Gates and read-outs may come from an event loop's thread beside a lane's.
         self._urgent_lock = threading.Lock()
         device = device or native.device(device_index)
-        self._mapped_tokens = 1 << 30 if device.integrated else MAPPED_TOKENS
+        mapped_tokens = 1 << 30 if device.integrated else MAPPED_TOKENS
         self._gemm_sms = max(0, device.num_sms - self._sizes.spare_sms)
         self._pools: list[PinnedBuffer] = []
         self.host_memory: HostMemory = PlainMemory()
         self._pinned: PinnedMemory | None = None
+        self._graphs: GraphUse | None = None
         with ExitStack() as made:
             self.engram = EngramV41(
                 native,
@@ -131,7 +125,7 @@ class CudaBackend:
             made.callback(self.engram.close)
             for layer in layers:
                 self.engram.add_layer(layer)
-            self._make_queues(made)
+            self._make_queues(made, mapped_tokens)
             self._owned = made.pop_all()
         self._numerics = {
             "wkv": f"chain of mma.sync m16n8k16 up to {self._sizes.chunk_tokens} tokens, one "
@@ -151,25 +145,9 @@ class CudaBackend:
 
         Without one the chain serves every T; `numerics` says which it is, and why.
         """
-        reasons = []
-        for library in candidates:
-            try:
-                version = self.engram.open_gemm(library, num_sms=self._gemm_sms)
-            except Unsupported as error:
-                reasons.append(error.message)
-                continue
-            different = gemm_matches_chain(self.engram, self._project_stream)
-            if not different:
-                self._numerics["wkv"] = (
-                    f"chain of mma.sync m16n8k16 up to {CHAIN_TOKENS} tokens, cublasLt {version} "
-                    f"above on {self._gemm_sms} SMs, each batch class compared with the chain by "
-                    "bits at start"
-                )
-                return True
-            self.engram.close_gemm()
-            reasons.append(f"{library}: other bits than the chain at T = {different}")
-        self._numerics["wkv_without_cublaslt"] = "; ".join(reasons) or "no library was tried"
-        return False
+        return open_gemm(
+            self.engram, self._project_stream, self._numerics, candidates, self._gemm_sms
+        )
 
     def choose_kernels(self) -> None:
         """Compare what multiplies wkv as stored with the chain by bits, then let the fastest
@@ -178,36 +156,27 @@ class CudaBackend:
         `numerics` holds the times, and why a layer's stored weights are not used if they are not.
         """
         self._select()
-        geometry = self.geometry
-        for layer_index, layer_id in enumerate(geometry.layer_ids):
-            layer = self.engram.layer(layer_index)
-            if isinstance(layer.stored, StoredWkv):
-                self._check_stored(layer_index, layer_id)
-            times = time_kernels(self.engram, layer_index, self._project_stream)
-            if not isinstance(layer.stored, StoredWkv):
-                self._numerics[f"wkv_stored_{layer_id}"] = f"not used: {layer.stored}"
-            lines = []
-            for size, by_kernel in times.items():
-                fastest = min(by_kernel, key=lambda name: by_kernel[name])
-                self.engram.prefer(layer_index, size, fastest)
-                measured = ", ".join(f"{name} {us:.1f}" for name, us in by_kernel.items())
-                lines.append(f"T <= {size} {fastest} ({measured} us)")
-            self._numerics[f"wkv_kernels_{layer_id}"] = "; ".join(lines)
+        choose_kernels(self.engram, self._project_stream, self._numerics)
 
-    def _check_stored(self, layer_index: int, layer_id: int) -> None:
-        layer = self.engram.layer(layer_index)
-        assert isinstance(layer.stored, StoredWkv)
-        encoding = layer.stored.encoding
-        different = stored_matches_chain(self.engram, layer_index, self._project_stream)
-        if different:
-            self.engram.drop_stored(
-                layer_index, f"other bits than the chain at T = {different} ({encoding})"
-            )
+    def capture_graphs(self, mode: str = "auto") -> None:
+        """Capture graphs of small batches; nothing is captured afterwards.
+
+        mode: auto (each class of batches is served by what is faster here, measured now), on (by
+        graphs throughout) or off. `numerics` says which, or why there are none.
+        """
+        if mode == "off" or not self.num_slots:
+            self._numerics["graphs"] = "off" if mode == "off" else "none: there are no kv slots"
             return
-        self._numerics[f"wkv_stored_{layer_id}"] = (
-            f"{encoding} as stored, up to {INLINE_TOKENS} tokens: bf16-rounded in registers, the "
-            "chain's bits (compared at start); its bf16 copy serves larger batches"
-        )
+        self._select()
+        streams = self._project_stream, self._urgent
+        try:
+            graphs = Graphs(self.engram, self._projections, *streams)
+        except EngramError as error:
+            self._numerics["graphs"] = f"none, kernels are launched one by one: {error.message}"
+            return
+        self._owned.callback(graphs.close)
+        self._graphs = GraphUse(graphs, self._gates, self.geometry.num_layers)
+        self._numerics["graphs"] = choose_graphs(self, self._graphs, mode)
 
     def rows(
         self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
@@ -216,9 +185,9 @@ class CudaBackend:
         width = self.row_bytes[layer_index] if stored else self.geometry.head_dim
         dtype = torch.uint8 if stored else torch.bfloat16
         columns = self.geometry.n_hash_cols
-        _require("hash_ids", hash_ids, np.int64, (len(hash_ids), columns))
-        _require_tensor("out", out, (dtype,), (len(hash_ids), columns, width))
-        self._require_rows(layer_index, hash_ids)
+        require("hash_ids", hash_ids, np.int64, (len(hash_ids), columns))
+        require_tensor("out", out, (dtype,), (len(hash_ids), columns, width))
+        require_rows(hash_ids, self._table_rows[layer_index])
         self._select()
         output = abi.OUT_STORED if stored else abi.OUT_BF16
         for turn, piece in enumerate(pieces(len(hash_ids), self._sizes.lane_tokens)):
@@ -246,19 +215,26 @@ class CudaBackend:
         """Enqueue kv into slots (see `Backend.project`); a failure shows at the next read."""
         if (windows is None) == (hash_ids is None):
             raise BadTensor("project: give exactly one of windows and hash_ids")
-        self._require_slots(slots)
+        require("slots", slots, np.int64, (len(slots),))
         if windows is not None:
-            _require("windows", windows, np.int32, (len(slots), self.geometry.max_ngram_size))
+            require("windows", windows, np.int32, (len(slots), self.geometry.max_ngram_size))
         if hash_ids is not None:
-            _require("hash_ids", hash_ids, np.int64, (len(slots), self.geometry.n_hash_cols))
-            self._require_rows(layer_index, hash_ids)
+            require("hash_ids", hash_ids, np.int64, (len(slots), self.geometry.n_hash_cols))
+            require_rows(hash_ids, self._table_rows[layer_index])
         self._select()
+        is_timed = self._timer.wants(self.observer)
+        graphs = self._graphs
+        if graphs and windows is not None and graphs.has_miss(len(slots)) and not is_timed:
+            graphs.replay(layer_index, _flat(slots, np.int64), _flat(windows, np.int32))
+            return
+        require_slots(slots, self.num_slots)
         for piece in pieces(len(slots), self._sizes.chunk_tokens):
             self._project_piece(
                 layer_index,
                 _flat(slots[piece], np.int64),
                 None if windows is None else _flat(windows[piece], np.int32),
                 None if hash_ids is None else _flat(hash_ids[piece], np.int64),
+                is_timed=is_timed and piece.start == 0,
             )
 
     def read_kv(
@@ -270,8 +246,8 @@ class CudaBackend:
     ) -> None:
         """Copy kv out of slots (see `Backend.read_kv`). Slots of dead positions are not read."""
         hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
-        _require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
-        slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
+        require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
+        slots, dead = live_slots(slots, dead, self.num_slots), np.ascontiguousarray(dead)
         with self._urgent_lock:
             self._read_kv(slots, dead, out)
 
@@ -284,14 +260,26 @@ class CudaBackend:
         out: torch.Tensor,
     ) -> None:
         """Add gate * value (see `Backend.gate`). Dead positions keep their bits."""
-        shape = (len(slots), self.geometry.hc_mult, self.geometry.dim)
-        _require_tensor("residual", residual, (torch.bfloat16, torch.float32), shape)
-        _require_tensor("out", out, (residual.dtype,), shape)
-        slots, dead = self._live_slots(slots, dead), np.ascontiguousarray(dead)
-        if not slots.size:
+        count = len(slots)
+        shape = (count, self.geometry.hc_mult, self.geometry.dim)
+        require_tensor("residual", residual, (torch.bfloat16, torch.float32), shape)
+        if out is not residual:
+            require_tensor("out", out, (residual.dtype,), shape)
+        require("slots", slots, np.int64, (count,))
+        require("dead", dead, np.bool_, (count,))
+        if not count:
             return
+        self._select()
         with self._urgent_lock:
-            self._gate(layer_index, slots, dead, residual, out)
+            self._gates.run(
+                layer_index,
+                np.ascontiguousarray(slots),
+                np.ascontiguousarray(dead),
+                residual,
+                out,
+                is_pinned=self._is_pinned(residual) and (out is residual or self._is_pinned(out)),
+                observer=self.observer,
+            )
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Make pinned memory for bodies and answers: uint8 [num_bytes], until `close`.
@@ -320,7 +308,7 @@ class CudaBackend:
     def synchronize(self) -> None:
         """Wait for every enqueued projection. Raises: Internal."""
         self._select()
-        self._await_sequence(self._sequence)
+        self._projections.wait(self._projections.last)
 
     def self_check(self) -> None:
         """Compare what runs with what is promised. Raises: SelfCheckFailed."""
@@ -347,15 +335,13 @@ class CudaBackend:
 
     # ---- queues
 
-    def _make_queues(self, made: ExitStack) -> None:
+    def _make_queues(self, made: ExitStack, mapped_tokens: int) -> None:
         native, geometry, sizes = self._native, self.geometry, self._sizes
         token_bytes = geometry.n_hash_cols * 8 + geometry.max_ngram_size * 4 + 8 + 1
         control_bytes = sizes.chunk_tokens * token_bytes + 64
         row_width = max(*self.row_bytes, geometry.head_dim * 2)
         row_bytes = sizes.lane_tokens * geometry.n_hash_cols * row_width
-        residual_bytes = geometry.hc_mult * geometry.dim * 4
         lane_bytes = sizes.lane_tokens * geometry.kv_bytes
-        self._stage_tokens = max(INLINE_TOKENS, sizes.lane_tokens)
 
         def keep(part: _Owned) -> _Owned:
             made.callback(part.close)
@@ -368,18 +354,19 @@ class CudaBackend:
         self._control = keep(ControlRing(native, control_bytes, 3))
         self._row_control = keep(ControlRing(native, control_bytes, 3))
         self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(2)]
-        self._stage = keep(PinnedBuffer(native, self._stage_tokens * residual_bytes))
-        gate_lanes = keep(GateLanes(native, INLINE_TOKENS * residual_bytes, sizes.num_lanes))
-        self._gates = []  # the gate of each layer, filled in at each call
-        for layer_index in range(geometry.num_layers):
-            gate = self.engram.gate_params(layer_index)
-            gate.stream = self._urgent.handle
-            self._gates.append(gate_lanes.params(gate))
         self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
-        self._ends = [keep(Event(native)) for _ in range(_TRACKED)]
-        self._sequence = 0  # projections enqueued so far; number s ends at self._ends[s % _TRACKED]
-        self._finished = 0  # all up to here are known to have ended
-        self._made_by = np.zeros(self.num_slots, dtype=np.int64)  # slot -> its projection
+        self._timer = keep(ProjectionTimer(native))
+        self._projections = keep(Projections(native, self.num_slots))
+        self._gates = keep(
+            HostGates(
+                self.engram,
+                self._urgent,
+                self._projections,
+                num_lanes=sizes.num_lanes,
+                mapped_tokens=mapped_tokens,
+                device_index=self._device_index,
+            )
+        )
 
     def _select(self) -> None:
         """Bind the calling thread to the device, once."""
@@ -393,9 +380,11 @@ class CudaBackend:
         slots: NDArray[np.int64],
         windows: NDArray[np.int32] | None,
         hash_ids: NDArray[np.int64] | None,
+        *,
+        is_timed: bool,
     ) -> None:
         stream, count = self._project_stream, len(slots)
-        self._await_sequence(self._sequence - _QUEUED + 1)
+        number = self._projections.begin()
         is_inline = fits_inline(count)
         first = int(slots[0])
         is_run = count > 1 and int(slots[-1]) - first == count - 1
@@ -407,6 +396,8 @@ class CudaBackend:
             places = [*self._project_control.send(stream, *sent), address_of(slots)]
         else:
             places = self._project_control.send(stream, *sent, slots)
+        if is_timed:
+            self._timer.mark(0, stream)
         self.engram.rows_from_windows(
             layer_index,
             count,
@@ -414,40 +405,22 @@ class CudaBackend:
             windows=places[0] if windows is not None else 0,
             hash_ids=places[0] if hash_ids is not None else 0,
         )
+        if is_timed:
+            self._timer.mark(1, stream)
         self.engram.project(
             layer_index, count, stream, slots=places[1], first_slot=first if is_run else None
         )
         if not (is_inline and windows is not None and windows.shape[1] <= 4):
             self._project_control.release(stream)
-        self._sequence += 1
-        self._ends[self._sequence % _TRACKED].record(stream)
-        self._made_by[slots] = self._sequence
-
-    def _projection_of(self, slots: NDArray[np.int64]) -> Event | None:
-        """The end of the last projection that any of the slots waits for, None if all ended."""
-        self._select()
-        last = int(self._made_by[slots].max()) if slots.size else 0
-        if last <= self._finished:
-            return None
-        end = self._ends[last % _TRACKED]
-        if not end.is_done():
-            return end
-        self._finished = max(self._finished, last)
-        return None
-
-    @staticmethod
-    def _handle_of(event: Event | None) -> int:
-        return event.handle if event is not None else 0
-
-    def _await_sequence(self, last: int) -> None:
-        if last > self._finished:
-            self._ends[last % _TRACKED].wait()
-            self._finished = max(self._finished, last)
+        if is_timed:
+            self._timer.mark(2, stream)
+        self._projections.end(number, stream, slots)
 
     def _read_kv(
         self, slots: NDArray[np.int64], dead: NDArray[np.bool_], out: torch.Tensor
     ) -> None:
-        after = self._projection_of(slots)
+        self._select()
+        after = self._projections.of(slots)
         if after is not None:
             self._urgent.wait(after)
         for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
@@ -462,43 +435,6 @@ class CudaBackend:
                 self._control.release(self._urgent)
             lane.end(self._urgent)
         self._finish_lanes()
-
-    def _gate(
-        self,
-        layer_index: int,
-        slots: NDArray[np.int64],
-        dead: NDArray[np.bool_],
-        residual: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        params = self._gates[layer_index]
-        params.after = self._handle_of(self._projection_of(slots))
-        params.gate.is_f32 = residual.dtype == torch.float32
-        if self._is_pinned(residual) and (out is residual or self._is_pinned(out)):
-            self._gate_in_place(params, slots, dead, residual.data_ptr(), out.data_ptr())
-            return
-        stage = self._stage.address
-        for piece in pieces(len(slots), self._stage_tokens):
-            copy_memory(stage, residual[piece])
-            self._gate_in_place(params, slots[piece], dead[piece], stage, stage)
-            copy_memory(out[piece], stage)
-
-    def _gate_in_place(
-        self,
-        params: abi.GateHost,
-        slots: NDArray[np.int64],
-        dead: NDArray[np.bool_],
-        residual: int,
-        out: int,
-    ) -> None:
-        """Gate between pinned buffers (addresses): one call, which waits. T >= 1."""
-        gate = params.gate
-        count = gate.num_tokens = len(slots)
-        gate.slots, gate.is_dead = address_of(slots), address_of(dead)
-        gate.residual, gate.out = residual, out
-        params.is_mapped = count <= self._mapped_tokens
-        params.piece_tokens = INLINE_TOKENS if params.is_mapped else _piece_tokens(count)
-        self._native.gate_host(byref(params))
 
     def _control_of(
         self, slots: NDArray[np.int64], dead: NDArray[np.bool_]
@@ -518,6 +454,8 @@ class CudaBackend:
 
     def _is_pinned(self, data: torch.Tensor) -> bool:
         address, num_bytes = data.data_ptr(), data.numel() * data.element_size()
+        if address % 16:  # kernels read and write so many bytes at once
+            return False
         if self._pinned is not None and self._pinned.holds(address, num_bytes):
             return True
         return any(pool.holds(address, num_bytes) for pool in self._pools)
@@ -526,68 +464,6 @@ class CudaBackend:
         for lane in self._lanes:
             lane.finish()
 
-    # ---- refusals
-
-    def _live_slots(self, slots: NDArray[np.int64], dead: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Check slots; those of dead positions become 0 and are never read."""
-        _require("slots", slots, np.int64, (len(slots),))
-        _require("dead", dead, np.bool_, (len(slots),))
-        if not dead.any():
-            self._require_slots(slots)
-            return np.ascontiguousarray(slots)
-        self._require_slots(slots[~dead])
-        return np.where(dead, 0, slots)
-
-    def _require_slots(self, slots: NDArray[np.int64]) -> None:
-        _require("slots", slots, np.int64, (len(slots),))
-        if not slots.size:
-            return
-        if slots.size <= abi.INLINE_TOKENS:  # numpy's reductions take longer than a short list
-            values = slots.tolist()
-            lowest, highest = min(values), max(values)
-        else:
-            lowest, highest = int(slots.min()), int(slots.max())
-        if lowest < 0 or highest >= self.num_slots:
-            got = [lowest, highest]
-            expected = f"0..{self.num_slots - 1}"
-            raise BadTensor(f"slots: expected {expected}, got {got}", expected=expected, got=got)
-
-    def _require_rows(self, layer_index: int, hash_ids: NDArray[np.int64]) -> None:
-        """The device does not look: an id outside the table would end the process's context."""
-        num_rows = self._table_rows[layer_index]
-        if hash_ids.size and not (hash_ids.min() >= 0 and hash_ids.max() < num_rows):
-            got = [int(hash_ids.min()), int(hash_ids.max())]
-            expected = f"0..{num_rows - 1}"
-            raise RowOutOfRange(
-                f"row ids: expected {expected}, got {got}", expected=expected, got=got
-            )
-
-
-def _piece_tokens(count: int) -> int:
-    """Small enough that the link is busy both ways soon, large enough to outlast its launches."""
-    if count <= 128:
-        return 16
-    return 32 if count <= 2048 else INLINE_TOKENS
-
 
 def _flat(array: NDArray[_Scalar], dtype: type[_Scalar]) -> NDArray[_Scalar]:
     return np.ascontiguousarray(array, dtype=dtype)
-
-
-def _require(
-    name: str, array: NDArray[np.generic], dtype: type[np.generic], shape: tuple[int, ...]
-) -> None:
-    if array.dtype != dtype or array.shape != shape:
-        expected = f"{np.dtype(dtype)} {list(shape)}"
-        got = f"{array.dtype} {list(array.shape)}"
-        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)
-
-
-def _require_tensor(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
-) -> None:
-    fits = tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.is_contiguous()
-    if not fits or tensor.device.type != "cpu":
-        expected = f"contiguous {' or '.join(map(str, dtypes))} {list(shape)} on the CPU"
-        got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)

@@ -147,12 +147,15 @@ class EngramV41:
         *,
         windows: int = 0,
         hash_ids: int = 0,
+        descriptor: int = 0,
+        slots_out: int = 0,
         output: int = abi.OUT_BF16,
     ) -> None:
         """Rows of windows or ids into `out` (an address), dequantised or as stored.
 
         windows: host address up to INLINE_TOKENS tokens (and max_ngram_size <= 4), else device;
-        hash_ids: device address
+        hash_ids: device address; descriptor: of windows read when the launch runs, whose slots go
+        to slots_out (device)
         """
         _, table, constants = self._layers[layer_index]
         params = abi.Gather(
@@ -160,6 +163,8 @@ class EngramV41:
             hash=pointer(constants),
             windows=windows,
             hash_ids=hash_ids,
+            descriptor=descriptor,
+            slots_out=slots_out,
             num_tokens=num_tokens,
             num_cols=self.geometry.n_hash_cols,
             output=output,
@@ -169,7 +174,15 @@ class EngramV41:
         self.native.gather(byref(params))
 
     def rows_from_windows(
-        self, layer_index: int, num_tokens: int, stream: Stream, *, windows: int, hash_ids: int
+        self,
+        layer_index: int,
+        num_tokens: int,
+        stream: Stream,
+        *,
+        windows: int = 0,
+        hash_ids: int = 0,
+        descriptor: int = 0,
+        slots_out: int = 0,
     ) -> None:
         """Fill the rows workspace, re-quantised where the layer's wkv asks for it."""
         self.require_tokens(num_tokens)
@@ -182,6 +195,8 @@ class EngramV41:
             stream,
             windows=windows,
             hash_ids=hash_ids,
+            descriptor=descriptor,
+            slots_out=slots_out,
             output=output,
         )
 
@@ -292,16 +307,19 @@ class EngramV41:
         *,
         slots: int,
         first_slot: int | None = None,
+        slots_on_device: bool = False,
     ) -> None:
         """The rows workspace @ wkv into kv slots.
 
         slots: address of int64 [T] (host up to INLINE_TOKENS, else device)
         first_slot: given when slots are first_slot, first_slot + 1, ...
+        slots_on_device: at every T, read when the launch runs
         """
         self.require_tokens(num_tokens)
         kernel = self.kernel_of(layer_index, num_tokens)
         if kernel != CUBLASLT:
             params = self.project_params(num_tokens, stream, slots=slots)
+            params.slots_on_device = slots_on_device
             self.project_with(kernel, layer_index, params)
             return
         to = self._kv_workspace.address
@@ -313,6 +331,7 @@ class EngramV41:
                 from_=to,
                 kv=self.kv.address,
                 slots=slots,
+                slots_on_device=slots_on_device,
                 num_tokens=num_tokens,
                 out_features=self.geometry.out_features,
                 stream=stream.handle,

@@ -9,7 +9,18 @@ import ctypes
 import importlib.util
 import sysconfig
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_float, c_int, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int,
+    c_uint8,
+    c_uint64,
+    c_void_p,
+)
 from ctypes import c_int32 as i32
 from ctypes import c_int64 as i64
 from pathlib import Path
@@ -17,7 +28,7 @@ from typing import Any
 
 from engram_core.errors import BadTensor, CheckpointError, EngramError, Internal
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_NGRAM = 8
 MAX_HASH_COLS = 64
 INLINE_TOKENS = 64
@@ -39,6 +50,8 @@ FORMATS = {
 """Row formats the kernels read: name in `quant` -> engram_format."""
 
 OUT_BF16, OUT_REQUANTIZED, OUT_STORED = 0, 1, 2
+
+WAY_MAPPED, WAY_COPIED, WAY_WRITTEN = 0, 1, 2
 
 _LIBRARY = "libengram_cuda.so"
 _OK, _INVALID, _CUDA_ERROR, _UNSUPPORTED, _TIMEOUT, _IO_ERROR, _CANCELLED = range(7)
@@ -88,6 +101,8 @@ class Gather(Structure):
         ("hash", POINTER(Hash)),
         ("windows", c_void_p),
         ("hash_ids", c_void_p),
+        ("descriptor", c_void_p),
+        ("slots_out", c_void_p),
         ("num_tokens", i64),
         ("num_cols", i32),
         ("output", i32),
@@ -119,6 +134,7 @@ class Project(Structure):
         ("wkv", c_void_p),
         ("kv", c_void_p),
         ("slots", c_void_p),
+        ("slots_on_device", i32),
         ("num_tokens", i64),
         ("in_features", i64),
         ("out_features", i64),
@@ -150,6 +166,7 @@ class Scatter(Structure):
         ("from_", c_void_p),
         ("kv", c_void_p),
         ("slots", c_void_p),
+        ("slots_on_device", i32),
         ("num_tokens", i64),
         ("out_features", i64),
         ("stream", c_void_p),
@@ -161,6 +178,7 @@ class Gate(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("kv", "slots", "is_dead", "qk", "residual", "out")),
+        ("descriptor", c_void_p),
         ("num_tokens", i64),
         ("dim", i32),
         ("hc_mult", i32),
@@ -170,17 +188,63 @@ class Gate(Structure):
     )
 
 
+class Descriptor(Structure):
+    """engram_descriptor: what captured launches read when they run."""
+
+    _fields_ = (
+        ("slots", i64 * INLINE_TOKENS),
+        ("windows", i32 * (INLINE_TOKENS * 4)),
+        ("is_dead", c_uint8 * INLINE_TOKENS),
+        ("residual", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+class Projections(Structure):
+    """engram_projections."""
+
+    _fields_ = (
+        ("num_slots", i64),
+        ("made_by", c_void_p),
+        ("finished", c_void_p),
+        ("ends", POINTER(c_void_p)),
+        ("num_ends", i64),
+    )
+
+
+class Replay(Structure):
+    """engram_replay_params."""
+
+    _fields_ = (
+        ("graph", c_void_p),
+        ("descriptor", c_void_p),
+        ("projections", POINTER(Projections)),
+        ("max_ngram_size", i32),
+        ("stream", c_void_p),
+    )
+
+
+class Lane(Structure):
+    """engram_lane."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("device", "stage", "stream", "done"))
+
+
 class GateHost(Structure):
     """engram_gate_host_params."""
 
     _fields_ = (
         ("gate", Gate),
-        ("is_mapped", i32),
-        ("num_lanes", i32),
+        ("way", i32),
+        ("is_pageable", i32),
         ("piece_tokens", i64),
-        ("lanes", POINTER(c_void_p)),
-        ("events", POINTER(c_void_p)),
-        *((name, c_void_p) for name in ("upload", "download", "after", "done")),
+        ("num_lanes", i32),
+        ("lanes", POINTER(Lane)),
+        ("workers", c_void_p),
+        ("projections", POINTER(Projections)),
+        ("graphs", POINTER(c_void_p)),
+        ("descriptor", c_void_p),
+        ("marks", POINTER(c_void_p)),
         ("timeout_ms", i64),
     )
 
@@ -226,13 +290,20 @@ _PARAMS = {
     "project_stored": ProjectStored,
     "scatter_kv": Scatter,
     "gate": Gate,
-    "gate_host": GateHost,
     "read_kv": ReadKv,
     "load": Load,
 }
 
 _VERBS: dict[str, tuple[Any, ...]] = {
     **{name: (POINTER(params),) for name, params in _PARAMS.items()},
+    "gate_host": (POINTER(GateHost), *[c_void_p] * 4, i64),
+    "replay": (POINTER(Replay), c_void_p, c_void_p, i64, i64),
+    "capture_begin": (c_void_p,),
+    "capture_end": (c_void_p, POINTER(c_void_p)),
+    "graph_launch": (c_void_p, c_void_p),
+    "graph_destroy": (c_void_p,),
+    "workers_create": (i32, i32, POINTER(c_void_p)),
+    "workers_destroy": (c_void_p,),
     "device_count": (POINTER(i32),),
     "device_info": (i32, POINTER(Device)),
     "device_select": (i32,),

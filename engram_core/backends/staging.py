@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from ctypes import c_void_p
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.backends.device import (
-    WATCHDOG_MS,
-    DeviceBuffer,
-    Event,
-    PinnedBuffer,
-    Stream,
-)
-from engram_core.backends.native import INLINE_TOKENS, Gate, GateHost, Native
+from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
+from engram_core.backends.native import INLINE_TOKENS, Native
 
 
 class ControlRing:
@@ -95,41 +87,6 @@ class Lane:
         self._done.close()
 
 
-class GateLanes:
-    """What a gate between host buffers needs: device buffers of a piece, events, two streams.
-
-    piece_bytes: of INLINE_TOKENS tokens
-    """
-
-    def __init__(self, native: Native, piece_bytes: int, num_lanes: int) -> None:
-        self.num_lanes = num_lanes
-        self._buffers = [DeviceBuffer(native, piece_bytes) for _ in range(num_lanes)]
-        self._marks = [Event(native) for _ in range(3 * num_lanes)]
-        self._upload = Stream(native, is_urgent=True)
-        self._download = Stream(native, is_urgent=True)
-        self._done = Event(native)
-        self._lanes = (c_void_p * num_lanes)(*(buffer.address for buffer in self._buffers))
-        self._events = (c_void_p * (3 * num_lanes))(*(mark.handle for mark in self._marks))
-
-    def params(self, gate: Gate) -> GateHost:
-        """Parameters of a gate, with the lanes filled in."""
-        params = GateHost()
-        params.gate = gate
-        params.num_lanes, params.piece_tokens = self.num_lanes, INLINE_TOKENS
-        params.lanes, params.events = self._lanes, self._events
-        params.upload, params.download = self._upload.handle, self._download.handle
-        params.done, params.timeout_ms = self._done.handle, WATCHDOG_MS
-        return params
-
-    def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()
-        for mark in (*self._marks, self._done):
-            mark.close()
-        self._upload.close()
-        self._download.close()
-
-
 def pieces(count: int, size: int) -> Iterator[slice]:
     """Cut 0..count into slices of at most `size`."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
@@ -144,26 +101,3 @@ def address_of(array: NDArray[np.generic]) -> int:
     """Where a contiguous array lies."""
     address: int = array.__array_interface__["data"][0]  # `.ctypes.data` takes 3 times as long
     return address
-
-
-def copy_memory(to: torch.Tensor | int, origin: torch.Tensor | int) -> None:
-    """Copy between a contiguous tensor and an address; the tensor says how much.
-
-    memmove for small pieces: torch's copy costs 20 us before the first byte.
-    """
-    tensor = to if isinstance(to, torch.Tensor) else origin
-    assert isinstance(tensor, torch.Tensor)
-    num_bytes = tensor.numel() * tensor.element_size()
-    target = to.data_ptr() if isinstance(to, torch.Tensor) else to
-    source = origin.data_ptr() if isinstance(origin, torch.Tensor) else origin
-    if num_bytes <= 1 << 20:
-        ctypes.memmove(target, source, num_bytes)
-        return
-    # torch copies with several threads.
-    views = [_view(address, num_bytes) for address in (target, source)]
-    views[0].copy_(views[1])
-
-
-def _view(address: int, num_bytes: int) -> torch.Tensor:
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.from_numpy(np.ctypeslib.as_array(memory))

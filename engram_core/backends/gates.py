@@ -1,0 +1,142 @@
+"""Gates between host buffers: one call of the library each, which waits for the end."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from ctypes import POINTER, byref, c_void_p, cast, pointer
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends import native as abi
+from engram_core.backends.base import StageObserver
+from engram_core.backends.device import WATCHDOG_MS, DeviceBuffer, Event, PinnedBuffer, Stream
+from engram_core.backends.engram_v41 import EngramV41
+from engram_core.backends.native import INLINE_TOKENS
+from engram_core.backends.projections import Projections
+from engram_core.backends.staging import address_of
+from engram_core.backends.timing import WayShares
+
+MAPPED_TOKENS = 32
+"""Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
+
+_ALONE_TOKENS = 16
+"""Pageable residuals of so many tokens are copied by the calling thread: waking others takes
+longer."""
+
+
+class HostGates:
+    """The lanes that pieces of a residual pass through, the threads that copy, and the parameters.
+
+    One call at a time (the caller's lock).
+
+    stream: of gates in place; mapped_tokens: up to here they are in place
+    """
+
+    def __init__(
+        self,
+        engram: EngramV41,
+        stream: Stream,
+        projections: Projections,
+        *,
+        num_lanes: int,
+        mapped_tokens: int,
+        device_index: int,
+    ) -> None:
+        self.mapped_tokens = mapped_tokens
+        self.way = abi.WAY_COPIED
+        self._num_lanes = num_lanes
+        self._native = engram.native
+        self._projections = projections
+        native, geometry = engram.native, engram.geometry
+        piece_bytes = INLINE_TOKENS * geometry.hc_mult * geometry.dim * 4
+        with ExitStack() as made:
+            self._lanes = (abi.Lane * num_lanes)()
+            for lane in self._lanes:
+                device, stage = DeviceBuffer(native, piece_bytes), PinnedBuffer(native, piece_bytes)
+                carrier, done = Stream(native, is_urgent=True), Event(native)
+                for part in (device, stage, carrier, done):
+                    made.callback(part.close)
+                lane.device, lane.stage = device.address, stage.address
+                lane.stream, lane.done = carrier.handle, done.handle
+            threads = min(num_lanes, os.cpu_count() or 1) - 1
+            self._workers = native.make("workers_create", threads, device_index)
+            made.callback(native.workers_destroy, self._workers)
+            self._shares = WayShares(native)
+            made.callback(self._shares.close)
+            self._owned = made.pop_all()
+        self._graphs: list[tuple[Any, Any]] = []
+        self._params = []
+        for layer_index in range(geometry.num_layers):
+            both = []
+            tables = ((c_void_p * (INLINE_TOKENS + 1))(), (c_void_p * (INLINE_TOKENS + 1))())
+            for is_f32, table in enumerate(tables):
+                gate = engram.gate_params(layer_index)
+                gate.stream, gate.is_f32 = stream.handle, is_f32
+                both.append(self._params_of(gate, table))
+            self._graphs.append(tables)
+            self._params.append(both)
+
+    def _params_of(self, gate: abi.Gate, graphs: Any) -> tuple[abi.GateHost, Any]:
+        params = abi.GateHost()
+        params.gate = gate
+        params.num_lanes, params.lanes = self._num_lanes, self._lanes
+        params.workers = self._workers
+        params.projections = pointer(self._projections.abi)
+        params.graphs = cast(graphs, POINTER(c_void_p))
+        params.timeout_ms = WATCHDOG_MS
+        return params, byref(params)
+
+    def use_graph(
+        self, layer_index: int, is_f32: bool, num_tokens: int, graph: int, descriptor: int
+    ) -> None:
+        """Let a captured gate serve batches of so many tokens (0: no longer)."""
+        self._graphs[layer_index][is_f32][num_tokens] = graph
+        self._params[layer_index][is_f32][0].descriptor = descriptor
+
+    def run(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        is_pinned: bool,
+        observer: StageObserver,
+    ) -> None:
+        """Gate and wait. Slots, dead: contiguous, T >= 1. Raises: BadTensor, Internal."""
+        count = len(slots)
+        is_f32 = residual.dtype is torch.float32
+        params, reference = self._params[layer_index][is_f32]
+        addresses = address_of(slots), address_of(dead), residual.data_ptr(), out.data_ptr()
+        is_small = count <= INLINE_TOKENS and bool(self._graphs[layer_index][is_f32][count])
+        is_mapped = is_small or count <= self.mapped_tokens
+        params.way = abi.WAY_MAPPED if is_mapped else self.way
+        params.is_pageable = not is_pinned
+        params.piece_tokens = self._piece_tokens(count, is_mapped=is_mapped, is_pinned=is_pinned)
+        if is_mapped:
+            self._native.gate_host(reference, *addresses, count)
+            return
+        with self._shares.measure(params, observer):
+            self._native.gate_host(reference, *addresses, count)
+
+    def _piece_tokens(self, count: int, *, is_mapped: bool, is_pinned: bool) -> int:
+        """Small enough that the link is busy both ways soon, large enough to outlast its launches;
+        pageable memory in as many pieces as there are lanes."""
+        if not is_pinned:
+            if count <= _ALONE_TOKENS:
+                return INLINE_TOKENS
+            return min(INLINE_TOKENS, max(4, -(-count // self._num_lanes)))
+        if is_mapped:
+            return INLINE_TOKENS
+        if count <= 128:
+            return 16
+        return 32 if count <= 2048 else INLINE_TOKENS
+
+    def close(self) -> None:
+        """End the threads, free the lanes."""
+        self._owned.close()
