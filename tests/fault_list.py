@@ -240,8 +240,8 @@ FAULTS = (
                 "            out.index_copy_(0, places, residual.index_select(0, places))\n",
                 "        places = torch.from_numpy(np.flatnonzero(dead))\n"
                 "        kept = residual.index_select(0, places)\n"
-                "        value = store[torch.from_numpy(slots[dead])][:, None, -dim:].to(kept.dtype)\n"
-                "        out.index_copy_(0, places, kept + 0.0 * value)\n",
+                "        value = store[torch.from_numpy(slots[dead])][:, None, -dim:].float()\n"
+                "        out.index_copy_(0, places, (kept + 0.0 * value).to(out.dtype))\n",
             ),
         ),
         (f"{GATES}::test_a_dead_position_is_selected_not_multiplied",),
