@@ -12,6 +12,13 @@ from typing import Any
 import pytest
 from numpy.typing import NDArray
 
+from engram_core.backends.cpu import CpuLibrary
+
+CPU = Path(__file__).parents[2] / "csrc" / "cpu"
+CPU_FLAGS = [
+    *("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror", "-shared", "-fPIC", "-pthread"),
+]
 SOURCE = Path(__file__).parents[2] / "csrc" / "tests" / "formats_host.cc"
 
 
@@ -33,6 +40,17 @@ def build_host_library(folder: Path) -> ctypes.CDLL:
         getattr(loaded, name).restype = c_int64
         getattr(loaded, name).argtypes = arguments
     return loaded
+
+
+def build_cpu_library(folder: Path, *flags: str) -> CpuLibrary:
+    """Compile csrc/cpu with warnings as errors; skips where there is no compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    path = folder / f"cpu{'_'.join(flags)}.so"
+    sources = [str(CPU / name) for name in ("gate.cc", "keys.cc")]
+    subprocess.run([compiler, *CPU_FLAGS, *flags, *sources, "-o", str(path)], check=True)
+    return CpuLibrary(path)
 
 
 def address(array: NDArray[Any]) -> c_void_p:

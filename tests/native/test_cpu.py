@@ -20,31 +20,18 @@ from engram_core.hashing import DEAD, block
 from engram_core.kv_store import keys_of
 from engram_core.pages import PagedIds, page_end
 from tests import oracle
-
-SOURCES = [Path(__file__).parents[2] / "csrc" / "cpu" / name for name in ("gate.cc", "keys.cc")]
-FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-STRICT = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror", "-shared", "-fPIC", "-pthread"]
-
-
-def build(folder: Path, *flags: str) -> CpuLibrary:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    path = folder / f"cpu{'_'.join(flags)}.so"
-    command = [compiler, *FLAGS, *STRICT, *flags, *map(str, SOURCES), "-o", str(path)]
-    subprocess.run(command, check=True)
-    return CpuLibrary(path)
+from tests.native.host_library import build_cpu_library
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
-    return build(tmp_path_factory.mktemp("cpu"), "-O3")
+    return build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O3")
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
     """The same source without vectors of a chosen width, hardly optimised."""
-    return build(tmp_path_factory.mktemp("cpu"), "-O1", "-DENGRAM_NO_CLONES")
+    return build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O1", "-DENGRAM_NO_CLONES")
 
 
 def geometry(hc_mult: int, dim: int) -> Geometry:
@@ -146,7 +133,7 @@ def test_a_slot_there_is_not_is_refused_and_nothing_is_written(
 
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
-    build(tmp_path, "-O1")
+    build_cpu_library(tmp_path, "-O1")
     source = tmp_path / "other.cc"
     source.write_text('extern "C" int engram_cpu_abi_version(void) { return 99; }')
     compiler = shutil.which("c++") or "g++"
