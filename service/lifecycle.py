@@ -259,6 +259,10 @@ class Server(uvicorn.Server):
         if self._rpc is not None:
             await self._rpc.stop()
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.abort()  # the drain is over, and so is what was in flight
+        await asyncio.sleep(0)  # each is told, before the loop ends
 
     def close(self) -> bool:
         """Close the model; return whether all threads have ended. A failed one is not touched."""

@@ -153,9 +153,14 @@ function drawTiles(metrics) {
     `${grouped(found)} of ${grouped(asked)} windows`, share);
 }
 
+/** In the order of a request; which of them exist depends on the device and on what is asked. */
+const STAGES = ["receive", "check", "queue", "store", "hash_gather", "wkv", "h2d", "gate", "read_kv",
+  "d2h", "hash_ids", "rows", "send"];
+
 function drawStages(metrics) {
   const name = "engram_stage_seconds";
-  const stages = (metrics.get(`${name}_count`) ?? []).map(({ labels }) => labels.stage);
+  const stages = (metrics.get(`${name}_count`) ?? []).map(({ labels }) => labels.stage)
+    .sort((a, b) => STAGES.indexOf(a) - STAGES.indexOf(b));
   at("stages").tBodies[0].replaceChildren(...stages.map((stage) => {
     const is = (l) => l.stage === stage;
     const count = grown(1, `${name}_count`, is);

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.integration.door import open_session, push
+from service.metrics import BATCH_STAGES, REQUEST_STAGES
+from tests.integration.door import open_session, push, wait_until
 from tests.integration.server import Server, running
 from tests.service.browser import CHROMIUM, Page, chromium
 from tests.service.door import InProcess, refused
+from tests.service.life import life
 
 FILES = {"/": "text/html", "/status_page.js": "text/javascript", "/status_page.css": "text/css"}
 
@@ -55,6 +58,32 @@ def test_with_keys_the_shell_is_public_and_the_facts_are_not(
 
 
 # ---- in a browser
+
+REACHABLE = """[...document.querySelectorAll("button, input, a, [tabindex]")]
+    .filter((each) => each.offsetParent && each.tabIndex >= 0).length"""
+
+FAINT_TEXTS = """(() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const found = parse(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const faint = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!own || !element.offsetParent) continue;
+    const a = light(parse(getComputedStyle(element).color)), b = light(ground(element));
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) faint.push(`${element.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return faint;
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +133,72 @@ def test_page_is_read_from_a_keyboard_in_both_schemes(page: Page, server: Server
     assert page.evaluate("document.activeElement.id") == "pause"
     page.press("Enter")
     assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+@needs_chromium
+def test_page_tells_loading_draining_and_the_end(page: Page, small_gguf: Path) -> None:
+    with life(small_gguf) as made, made.client() as client:
+        made.report("layer 1 table", 3, 10)
+        page.open(f"{made.url}/")
+        page.wait_until("document.body.dataset.state === 'loading'")
+        assert text_of(page, "#state") == "loading: layer 1 table, 30 %"
+        assert page.evaluate("document.getElementById('facts').hidden"), "there are none yet"
+        made.finish_loading()
+        page.wait_until("document.body.dataset.state === 'ready'")
+        made.server.lasts = True
+        made.signal()
+        page.wait_until("document.body.dataset.state === 'draining'")
+        assert "about to stop" in text_of(page, "#state")
+        wait_until(client, "engram_ready", lambda ready: ready == 0)
+        made.server.lasts = False
+        page.wait_until("document.body.dataset.state === 'down'")
+        assert made.end() == 0
+    assert not page.errors
+
+
+@needs_chromium
+def test_page_tells_a_failed_engine(page: Page, small_gguf: Path) -> None:
+    with life(small_gguf) as made:
+        made.finish_loading()
+        page.open(f"{made.url}/")
+        page.wait_until("document.body.dataset.state === 'ready'")
+        made.fail("the device is gone")
+        page.wait_until("document.body.dataset.state === 'failed'")
+        assert "the device has failed" in text_of(page, "#state")
+        colour = "getComputedStyle(document.getElementById('state')).color"
+        assert page.evaluate(colour) != page.evaluate("getComputedStyle(document.body).color")
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_text_stands_out_from_its_ground(page: Page, server: Server, scheme: str) -> None:
+    """WCAG 2.2, 1.4.3: 4.5 to 1 for every text that is shown."""
+    page.use_scheme(scheme)
+    page.open(f"{server.url}/")
+    page.wait_until("document.body.dataset.state === 'ready'")
+    assert page.evaluate(FAINT_TEXTS) == []
+
+
+@needs_chromium
+def test_every_part_that_scrolls_or_acts_is_reached_by_tab(page: Page, server: Server) -> None:
+    page.open(f"{server.url}/")
+    page.wait_until("document.body.dataset.state === 'ready'")
+    wanted = page.evaluate(REACHABLE)
+    seen = set()
+    for _ in range(wanted + 2):
+        page.press("Tab")
+        seen.add(page.evaluate("document.activeElement.outerHTML.slice(0, 60)"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        body = page.evaluate("document.activeElement === document.body")
+        assert body or outline != "none", "what has the focus shows it"
+    assert len(seen) >= wanted
+
+
+def test_page_orders_the_stages_of_the_service(door: InProcess) -> None:
+    script = door.get("/status_page.js").text
+    listed = re.search(r"STAGES = \[([^\]]*)\]", script)
+    assert listed is not None
+    assert set(re.findall(r"\w+", listed[1])) == {*REQUEST_STAGES, *BATCH_STAGES}
 
 
 @needs_chromium
