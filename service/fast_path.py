@@ -12,6 +12,7 @@ import asyncio
 import re
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -254,6 +255,9 @@ class Exchange:
         if self._end:
             call.stages["receive"] = time.perf_counter() - self._begun
         try:
+            if (told := self._read.at_once(self._buffer)) is not None:
+                self._give(*told)
+                return
             self._future = future = self._read.submit(self._buffer)
         except Exception as error:
             self._refuse(error)
@@ -285,6 +289,9 @@ class Exchange:
         except Exception as fault:
             self._refuse(fault)
             return
+        self._give(told, buffers)
+
+    def _give(self, told: Mapping[str, str], buffers: list[Buffer]) -> None:
         headers = [(b"content-type", wire.TENSOR_MEDIA.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in told.items()]
         num_bytes = sum(map(len, buffers))

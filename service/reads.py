@@ -6,14 +6,17 @@ take the same steps, so they give the same bytes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from ctypes import addressof, c_char
 from typing import Protocol
 
 import numpy as np
 
 from engram_client import wire
 from engram_client.wire import TensorView
+from engram_core.direct import OneRead
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
 from service import operations, steps, strict
@@ -25,6 +28,9 @@ from service.state import Model
 
 class TensorRead(Protocol):
     """A tensor request whose head is checked."""
+
+    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
+        """Answer here and now what can be, as `answer` does; None: submit it."""
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Check the body, admit the answer, ask the engine; a residual is updated in `body`."""
@@ -47,12 +53,10 @@ class SingleRead:
         self._shape: tuple[int, ...] = (call.integer("count", 1),)
         if output is Output.RESIDUAL:
             self._dtype, self._shape = _residual_spec(call, model)
-        self._segments = steps.one_segment(
-            call.session_id,
-            call.integer("position", 0),
-            self._checked_count(),
-            call.integer("epoch", EPOCH_OPENED),
-        )
+        self._session_id = call.session_id
+        self._position = call.integer("position", 0)
+        self._count = self._checked_count()
+        self._epoch = call.integer("epoch", EPOCH_OPENED)
         self._layer = call.layer(model)
         self._stored = call.choice("encoding", ("stored",)) is not None
         self._wait_ms = call.integer("wait_ms", 0, high=MAX_WAIT_MS)
@@ -73,13 +77,45 @@ class SingleRead:
             )
         return count
 
+    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
+        """Update a residual that the engine can update now (see `TensorRead.at_once`)."""
+        if self._output is not Output.RESIDUAL or not self._count:
+            return None
+        begun = time.perf_counter()
+        read = OneRead(
+            self._session_id,
+            self._position,
+            self._count,
+            self._epoch,
+            self._model.checkpoint.geometry.layer_index(self._layer),
+            addressof(c_char.from_buffer(body)),
+            self._dtype == "F32",
+        )
+        if len(body) != wire.num_bytes((self._dtype, self._shape)) or read.residual % 4:
+            return None
+        call = self._call
+        answer = self._model.engine.read_residual(call.tenant, read)
+        if answer is None:
+            return None
+        call.stages["check"] = time.perf_counter() - begun - answer.gate_s
+        call.stages["gate"] = answer.gate_s
+        headers = {
+            wire.SHAPE: wire.format_shape(self._shape),
+            wire.DTYPE: self._dtype,
+            wire.LENGTH: str(answer.length),
+            wire.BASE: str(answer.base),
+            wire.EPOCH: str(answer.epoch),
+        }
+        where, buffers = call.leave([body])
+        return {**headers, **where}, buffers
+
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
         call, residual = self._call, None
         if self._output is Output.RESIDUAL:
             residual = wire.to_torch(TensorView(self._dtype, self._shape, body))
         request = StepRequest(
-            segments=self._segments,
+            segments=steps.one_segment(self._session_id, self._position, self._count, self._epoch),
             output=self._output,
             layers=(self._layer,),
             residual=residual,
@@ -123,6 +159,10 @@ class StepRead:
         self._model = model = call.state.check_open()
         self._options = _step_options(call, model)
         self._request: StepRequest | None = None
+
+    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
+        """Nothing: segments are pushed and read by the engine's arrays."""
+        return None
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
