@@ -16,7 +16,8 @@ _TOP = """\
 
 Written from `service/operations.py` by `make openapi`; a test compares. Schemas are in
 [openapi.json](../openapi/openapi.json), what to do about a code in
-[operating.md](operating.md#errors-by-code), what sessions promise in [sessions.md](sessions.md).
+[troubleshooting.md](troubleshooting.md#errors-by-code), what sessions promise in
+[sessions.md](sessions.md).
 
 Integers are decimal and strict; session ids are decimal strings in JSON and paths, I64 in tensors.
 Whatever is unknown (a field, a parameter, an `X-Engram` header, a tensor) is 422 and names the

@@ -194,7 +194,7 @@ def names(cell: str) -> list[str]:
 
 def test_errors_by_code_are_those_of_the_service() -> None:
     told = {}
-    for codes, statuses, advice in table("docs/operating.md", "Errors by code"):
+    for codes, statuses, advice in table("docs/troubleshooting.md", "Errors by code"):
         status = [int(text) for text in statuses.split(",")]
         assert advice
         status *= len(names(codes)) if len(status) == 1 else 1
@@ -204,6 +204,20 @@ def test_errors_by_code_are_those_of_the_service() -> None:
         for error, kind in PROBLEMS.items()
     }
     assert told == known
+
+
+def test_reasons_not_to_start_are_the_words_of_the_code() -> None:
+    product = ("service", "engram_core")
+    code = " ".join(
+        path.read_text("utf-8") for folder in product for path in (ROOT / folder).rglob("*.py")
+    )
+    code = re.sub(r'"\s*f?"', "", re.sub(r"\s+", " ", code))
+    rows = table("docs/troubleshooting.md", "It does not start")
+    assert len(rows) > 10
+    for said, advice in rows:
+        assert advice
+        for words in re.findall(r"`([^`]+)`", said):
+            assert words in code, words
 
 
 def test_settings_are_those_of_the_service() -> None:
