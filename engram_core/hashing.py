@@ -46,7 +46,7 @@ def compress(
         value = int(token_ids[index])
         highest = tables.vocab_size - 1
         raise TokenOutOfRange(
-            f"token_ids[{index}] is {value}; expected 0..{highest}",
+            f"token_ids[{index}]: expected 0..{highest}, got {value}",
             expected=f"0..{highest}",
             got=value,
             index=index,

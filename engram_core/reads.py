@@ -102,6 +102,7 @@ def _check_lookback(segments: Segments, tables: EngramHashTables) -> None:
             error = TokenOutOfRange(
                 f"lookback[{i}, {column}]: expected -1 (dead) or 0..{tables.vocab_size - 1}, got"
                 f" {lookback[i, column]}",
+                expected=f"-1 or 0..{tables.vocab_size - 1}",
                 got=int(lookback[i, column]),
             )
         errors.append((i, error))

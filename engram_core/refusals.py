@@ -61,7 +61,7 @@ def _error(
             )
         case Verdict.GAP:
             return errors.Gap(
-                f"position: expected at most {length}, the session's length, got {position};"
+                f"position: expected {length}, the session's length, or less, got {position};"
                 f" continue from {length}",
                 expected=length,
                 got=position,

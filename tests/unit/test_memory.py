@@ -87,8 +87,9 @@ def test_an_exact_fit_is_accepted_and_one_byte_less_refused() -> None:
 
 @pytest.mark.parametrize("placement", ["device", "HBM", "", "Disk"])
 def test_a_placement_this_machine_does_not_have_is_refused(placement: str) -> None:
-    with pytest.raises(MemoryShort, match="expected one of auto, host, disk"):
+    with pytest.raises(MemoryShort, match="expected one of auto, host, disk") as got:
         plan(needs(1), cpu(100), placement)
+    assert ("there is no device" in got.value.message) == (placement == "device")
 
 
 def test_the_reserve_is_kept_in_both_pools() -> None:
