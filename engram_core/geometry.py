@@ -56,6 +56,7 @@ class Geometry:
 
     @property
     def num_layers(self) -> int:
+        """How many layers have an Engram."""
         return len(self.layer_ids)
 
     @property
@@ -217,10 +218,12 @@ class EngramHashTables:
 
     @property
     def num_layers(self) -> int:
+        """How many layers have an Engram."""
         return len(self.layer_ids)
 
     @property
     def n_hash_cols(self) -> int:
+        """How many rows a token has in a layer: n-gram lengths times heads."""
         return (self.max_ngram_size - 1) * self.num_heads
 
     @property

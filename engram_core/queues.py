@@ -42,12 +42,14 @@ class FairQueue:
         self._line: OrderedDict[Hashable, dict[int, deque[tuple[int, Piece]]]] = OrderedDict()
 
     def push(self, piece: Piece) -> None:
+        """Queue a piece behind its client's others."""
         layers = self._line.setdefault(piece.job.client, {})
         layers.setdefault(piece.layer, deque()).append((self._arrivals, piece))
         self._arrivals += 1
         self.num_tokens += piece.num_tokens
 
     def take(self, limit: int) -> list[Piece]:
+        """Return a batch of one layer, at most `limit` tokens, each client's share in turn."""
         self._drop_unwanted()
         if not self._line:
             return []
@@ -61,6 +63,7 @@ class FairQueue:
         return batch
 
     def clear(self) -> set[Job]:
+        """Empty it; return whose pieces there were."""
         jobs = {piece.job for pieces in self._deques() for _, piece in pieces}
         self._line.clear()
         self.num_tokens = 0
@@ -114,11 +117,13 @@ class ChunkQueue:
         self._heap: list[tuple[int, int, int, Piece]] = []
 
     def push(self, piece: Piece) -> None:
+        """Queue a piece by chunk, then layer."""
         heapq.heappush(self._heap, (piece.start, piece.place, self._arrivals, piece))
         self._arrivals += 1
         self.num_tokens += piece.num_tokens
 
     def take(self, limit: int) -> list[Piece]:
+        """Return a batch of one chunk and layer, at most `limit` tokens."""
         batch: list[Piece] = []
         while self._heap:
             piece = self._heap[0][-1]
@@ -134,6 +139,7 @@ class ChunkQueue:
         return batch
 
     def clear(self) -> set[Job]:
+        """Empty it; return whose pieces there were."""
         jobs = {entry[-1].job for entry in self._heap}
         self._heap.clear()
         self.num_tokens = 0

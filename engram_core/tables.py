@@ -137,6 +137,7 @@ class HostTable(_Rows):
         return np.concatenate([part[ids] for part in self._parts], axis=1)
 
     def close(self) -> None:
+        """Give the memory back."""
         self._parts = ()
 
 
@@ -169,6 +170,7 @@ class DiskTable(_Rows):
             raise
 
     def close(self) -> None:
+        """Close the files and end the readers."""
         self._readers.shutdown()
         while self._files:
             os.close(self._files.pop())
