@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from engram_core.engine_types import (
     StepAnswer,
     StepRequest,
 )
-from engram_core.errors import EngramError, SchemaError, StepRefused
+from engram_core.errors import Conflict, EngramError, SchemaError, StepRefused
 from engram_core.fence import Asked
 from engram_core.hashing import compress
 from engram_core.near import CallSoon
@@ -56,13 +57,32 @@ def _wall_clock_us() -> int:
     return time.time_ns() // 1000
 
 
+_SERVING: WeakSet[Backend] = WeakSet()
+_SERVING_LOCK = threading.Lock()
+
+
+def _claim(backend: Backend) -> None:
+    with _SERVING_LOCK:
+        if backend in _SERVING:
+            raise Conflict(
+                "this backend serves an engine already, and two would write each other's kv slots; "
+                "close that engine first, or load another backend",
+                expected="a backend that serves no engine",
+                got="one that does",
+            )
+        _SERVING.add(backend)
+
+
 class Engine:
     """Sessions and steps over one backend, for any number of tenants; thread-safe.
 
     Every method is atomic: refused, it has changed nothing. The backend stays the caller's to
-    close, after the engine.
+    close, after the engine, and serves no other engine meanwhile: which kv slot holds what is
+    known to one.
 
     clock: seconds, monotonic (idle times, waits); wall_clock_us: microseconds (epochs at open)
+
+    Raises: Conflict: the backend serves an engine that is not closed.
     """
 
     def __init__(
@@ -73,6 +93,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock_us: Callable[[], int] = _wall_clock_us,
     ) -> None:
+        _claim(backend)
         self.backend = backend
         self.geometry = backend.geometry
         self.hash_tables = backend.hash_tables
@@ -278,6 +299,7 @@ class Engine:
         self._steps.tell()
         self._timer.close()
         self._scheduler.close()
+        _SERVING.discard(self.backend)
 
     def __enter__(self) -> Engine:
         return self

@@ -27,6 +27,7 @@ from engram_core.engine_types import (
     StepAnswer,
     StepRequest,
 )
+from engram_core.errors import Conflict
 from engram_core.hashing import DEAD, block, hash_windows
 from tests.recording import SIZES, TOY, Clock, RecordingBackend, kv_number
 
@@ -653,3 +654,10 @@ def test_steps_from_many_threads_agree_with_serial_sessions(data: st.DataObject)
     assert counters["tokens_pushed"] == sum(map(len, texts))
     total = counters["kv_hits"] + counters["kv_misses"] + counters["kv_duplicates"]
     assert total == counters["tokens_pushed"]
+
+
+def test_a_backend_serves_one_engine_at_a_time() -> None:
+    backend = RecordingBackend()
+    with Engine(backend, LIMITS), pytest.raises(Conflict, match="serves an engine already"):
+        Engine(backend, LIMITS)
+    Engine(backend, LIMITS).close()
