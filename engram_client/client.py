@@ -6,7 +6,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from numpy.typing import NDArray
 
@@ -65,17 +65,25 @@ class EngramClient:
         reconnect_s: float = RECONNECT_S,
         timeout_s: float = TIMEOUT_S,
         ssl_context: ssl.SSLContext | None = None,
+        transport: Literal["auto", "socket"] = "auto",
     ) -> None:
         """Connect to nothing yet.
 
         urls: http://host:port, https://host:port or unix:/path, in the order to be tried
         owner: one incarnation of a runner; timeout_s: of one request
+        transport: auto uses shared memory where a service on a Unix socket offers it
         Raises ValueError.
         """
+        if transport not in ("auto", "socket"):
+            raise ValueError(f"transport: expected auto or socket, got {transport!r}")
         setup = set_up(urls, api_key, owner, reconnect_s)
         self._protocol = setup.protocol
         self._pool = ConnectionPool(
-            setup.addresses, setup.fixed, timeout_s=timeout_s, context=ssl_context
+            setup.addresses,
+            setup.fixed,
+            timeout_s=timeout_s,
+            context=ssl_context,
+            shares_memory=transport == "auto",
         )
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ from engram_client.http1 import (
     format_head,
 )
 from engram_client.problems import ConnectionLost
+from engram_client.shared import IS_SUPPORTED, REGION_BYTES, Region, ask_for, can_share
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 16
@@ -38,9 +39,23 @@ _READ, _WRITE = select.POLLIN | select.POLLHUP | select.POLLERR, select.POLLOUT
 class Connection:
     """One connection, one request at a time."""
 
-    def __init__(self, address: Address, fixed: bytes, context: ssl.SSLContext | None) -> None:
-        """Connect. fixed: header lines of every request. Raises ConnectionLost."""
+    def __init__(
+        self,
+        address: Address,
+        fixed: bytes,
+        context: ssl.SSLContext | None,
+        *,
+        asks_memory: bool = False,
+    ) -> None:
+        """Connect. Raises ConnectionLost.
+
+        fixed: header lines of every request; asks_memory: ask for shared memory before the first
+            request that could use it
+        """
         self._fixed = fixed
+        self.asks_memory = asks_memory
+        self.is_refused_memory = False
+        self._region: Region | None = None
         try:
             self._socket = _connect(address, context)
         except (OSError, ValueError) as error:
@@ -61,6 +76,27 @@ class Connection:
     def exchange(self, request: Request, timeout_s: float) -> Response:
         """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
         deadline = time.monotonic() + timeout_s
+        if can_share(request) and (self.asks_memory or self._region is not None):
+            region = self._shared_memory(timeout_s)
+            placed = None if region is None else region.place(request)
+            if region is not None and placed is not None:
+                return region.collect(request, self._exchange(placed, deadline))
+        return self._exchange(request, deadline)
+
+    def _shared_memory(self, timeout_s: float) -> Region | None:
+        """Return the connection's shared memory, asked for once. Raises ConnectionLost."""
+        if self.asks_memory:
+            self.asks_memory = False
+            try:
+                self._socket.settimeout(timeout_s)
+                self._region, may_ask_again = ask_for(self._socket, self._fixed, REGION_BYTES)
+                self._socket.setblocking(False)
+            except OSError as error:
+                raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+            self.is_refused_memory = not may_ask_again
+        return self._region
+
+    def _exchange(self, request: Request, deadline: float) -> Response:
         reader = ResponseReader(request)
         try:
             self._send_all(request, reader, deadline)
@@ -149,8 +185,12 @@ class ConnectionPool:
         *,
         timeout_s: float,
         context: ssl.SSLContext | None = None,
+        shares_memory: bool = False,
     ) -> None:
         self._addresses = addresses
+        self._shares_memory = [
+            shares_memory and IS_SUPPORTED and bool(address.path) for address in addresses
+        ]
         self._fixed = fixed
         self._timeout_s = timeout_s
         self._context = context
@@ -165,6 +205,8 @@ class ConnectionPool:
         except BaseException:
             connection.close()
             raise
+        if connection.is_refused_memory:
+            self._shares_memory[request.replica] = False  # it is not offered there
         if response.keep_alive:
             self._give(request.replica, connection)
         else:
@@ -185,8 +227,12 @@ class ConnectionPool:
             with self._lock:
                 connection = self._idle[replica].pop() if self._idle[replica] else None
             if connection is None:
-                address = self._addresses[replica]
-                return Connection(address, self._fixed[replica], self._context)
+                return Connection(
+                    self._addresses[replica],
+                    self._fixed[replica],
+                    self._context,
+                    asks_memory=self._shares_memory[replica],
+                )
             if connection.is_usable():
                 return connection
             connection.close()

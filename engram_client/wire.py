@@ -38,6 +38,12 @@ ENCODING = "X-Engram-Encoding"
 DEAD = "X-Engram-Dead"
 """Ranges of indices into the answer (0 = its first position), see `format_ranges`."""
 
+SHARED_BODY = "X-Engram-Shared-Body"
+"""Where in the connection's shared memory the body lies: `offset,bytes`."""
+SHARED_ANSWER = "X-Engram-Shared-Answer"
+"""In a request, where the answer may be put: `offset,bytes`. In an answer, what of it lies there:
+`offset,bytes,at`, to be inserted at byte `at` of what came over the socket."""
+
 JSON_MEDIA = "application/json"
 PROBLEM_MEDIA = "application/problem+json"
 TENSOR_MEDIA = "application/octet-stream"

@@ -43,11 +43,13 @@ _CUDA_MODULE = "engram_core.backends.cuda"
 
 @dataclass(frozen=True)
 class Budget:
-    """What else has to fit beside the backend: requests in flight, held ids, and the reserve."""
+    """What else has to fit beside the backend: requests in flight, held ids, the reserve, and what
+    is shared with clients."""
 
     in_flight_bytes: int = 0
     held_tokens: int = 0
     reserve_bytes: int = 1 << 30
+    shared_bytes: int = 0
 
 
 def load(
@@ -125,6 +127,7 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
         in_flight=budget.in_flight_bytes,
         held_ids=budget.held_tokens * HELD_ID_BYTES,
         reserve=budget.reserve_bytes,
+        shared=budget.shared_bytes,
     )
 
 

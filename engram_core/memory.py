@@ -80,7 +80,7 @@ class Needs:
 
     tables: rows of all layers as stored; wkv: as the backend keeps it; kv_store: all slots
     workspaces: of the backend; in_flight: bodies and answers; held_ids: token ids of sessions
-    context: of the device's driver; reserve: left free in every pool
+    context: of the device's driver; reserve: left free in every pool; shared: with clients
     """
 
     tables: int
@@ -91,6 +91,7 @@ class Needs:
     held_ids: int
     reserve: int
     context: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ def _lines(needs: Needs, memory: Memory, placement: Placement) -> tuple[Line, ..
         Line("workspaces", needs.workspaces, device),
         Line("context", needs.context, device),
         Line("in flight", needs.in_flight, Pool.HOST),
+        Line("shared memory", needs.shared, Pool.HOST),
         Line("held ids", needs.held_ids, Pool.HOST),
         Line("reserve", needs.reserve, Pool.HOST),
     ]

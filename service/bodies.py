@@ -24,6 +24,9 @@ SMALL_BODY_BYTES = 64 << 10
 SEND_BYTES = 256 << 10
 """A piece of an answer: what of it may lie in the transport when its bytes are given back."""
 
+CONNECTION = "engram.connection"
+"""The scope extension that names the connection (see `transport.py`)."""
+
 Buffer = bytes | memoryview
 Headers = list[tuple[bytes, bytes]]
 

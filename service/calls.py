@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -16,12 +16,22 @@ from starlette.types import Receive, Scope, Send
 
 from engram_client import wire
 from engram_core.errors import BadRequest, SchemaError, UnknownLayer
+from engram_core.host_memory import HostMemory
 from service import strict
 from service.access import Key, check_scope
 from service.admission import Lease
-from service.bodies import Buffer, Headers, Inbox, receive_json, receive_tensor, send_answer
+from service.bodies import (
+    CONNECTION,
+    Buffer,
+    Headers,
+    Inbox,
+    receive_json,
+    receive_tensor,
+    send_answer,
+)
 from service.operations import Operation
 from service.problems import MediaType, WrongTable
+from service.shm import Shared, shared_of
 from service.state import Model, ServiceState
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -45,6 +55,8 @@ class Call:
         self.path: Mapping[str, str] = {}
         self.if_none_match = ""
         self.peer: Hashable = None
+        self.connection: Any = None
+        self.shared: Shared | None = None
         self.stages: dict[str, float] = {}
         self.sent_bytes = 0
         self._lease: Lease | None = None
@@ -67,6 +79,36 @@ class Call:
         if self._lease is None:
             self._lease = self.state.pool.lease(self.tenant)
         return self._lease
+
+    @property
+    def body_bytes(self) -> int | None:
+        """Bytes of the body, wherever it comes from; None: not told."""
+        body = self.shared.body if self.shared is not None else None
+        return self.inbox.length if body is None else len(body)
+
+    @property
+    def answer_memory(self) -> HostMemory | None:
+        """Where an answer is to be made; None: where the backend likes."""
+        if self.shared is None:
+            return None
+        return self.shared.answer_memory(self.state.pool.memory)
+
+    def shared_body(self) -> memoryview | None:
+        """Admit and return a body that lies in shared memory; None: it comes over the socket.
+
+        Raises BodyTooLarge, Overloaded: as for a body that is received.
+        """
+        body = self.shared.body if self.shared is not None else None
+        if body is not None:
+            self.lease.add(len(body), "the body")
+        return body
+
+    def leave(self, buffers: Sequence[Buffer]) -> tuple[Mapping[str, str], list[Buffer]]:
+        """Return the header that says what of an answer lies in shared memory, and the rest."""
+        if self.shared is None:
+            return {}, list(buffers)
+        place, sent = self.shared.leave(buffers)
+        return ({wire.SHARED_ANSWER: place} if place else {}), sent
 
     @property
     def session_id(self) -> int:
@@ -96,6 +138,8 @@ class Call:
 
     async def tensor(self) -> memoryview:
         """Receive a tensor body."""
+        if (shared := self.shared_body()) is not None:
+            return shared
         begin = time.perf_counter()
         body = await receive_tensor(self.inbox, self.lease)
         self.stages["receive"] = time.perf_counter() - begin
@@ -103,6 +147,7 @@ class Call:
 
     def close(self) -> None:
         """Give back what the request held."""
+        self.shared = None
         if self._lease is not None:
             self._lease.close()
 
@@ -153,6 +198,24 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     call.if_none_match = plain.get(b"if-none-match", b"").decode("latin-1")
     _check_media(operation, plain, has_body=not call.inbox.is_complete)
     check_table(call)
+    _find_shared(call, scope)
+
+
+def _find_shared(call: Call, scope: Scope) -> None:
+    """Keep the connection, and what of its shared memory the request names.
+
+    Raises BadRequest, SchemaError.
+    """
+    extensions: Any = scope.get("extensions") or {}
+    call.connection = extensions.get(CONNECTION, {}).get("connection")
+    body = call.headers.get(wire.SHARED_BODY.lower())
+    answer = call.headers.get(wire.SHARED_ANSWER.lower())
+    if body is None and answer is None:
+        return
+    if body is not None and not call.inbox.is_complete:
+        raise BadRequest(f"a body and {wire.SHARED_BODY}", expected="one of them")
+    region = getattr(call.connection, "region", None)
+    call.shared = shared_of(region, call.tenant, body, answer)
 
 
 def check_table(call: Call) -> None:

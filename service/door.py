@@ -11,13 +11,10 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import problems
-from service.bodies import ClientGoneError, Inbox, send_refusal
+from service.bodies import CONNECTION, ClientGoneError, Inbox, send_refusal
 from service.calls import CALL, Call
 from service.desk import GONE, Desk, answer_headers, request_id
 from service.state import ServiceState
-
-CONNECTION = "engram.connection"
-"""The scope extension that names the connection (see `transport.py`)."""
 
 
 class Peer(Protocol):

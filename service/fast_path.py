@@ -23,7 +23,7 @@ from engram_client import wire
 from engram_core.engine_types import StepAnswer
 from engram_core.errors import StepRefused
 from service import bodies, operations, problems
-from service.bodies import Buffer, Headers, Inbox
+from service.bodies import CONNECTION, Buffer, Headers, Inbox
 from service.calls import Call, check
 from service.desk import GONE, Desk, answer_headers, request_id
 from service.operations import Operation
@@ -100,6 +100,7 @@ class FastPath:
             "headers": head.headers,
             "client": head.client,
             "server": head.server,
+            "extensions": {CONNECTION: {"connection": line}},
         }
         call = Call(self._state, Inbox(scope), request_id(head.headers))
         read: TensorRead | Refusal
@@ -107,7 +108,10 @@ class FastPath:
             call.key = self._desk.identify(scope)
             check(call, operation, scope)
             read = READS[operation](call)
-            buffer = call.lease.buffer(length, "the body") if length else self.scratch[:0]
+            if length:
+                buffer = call.lease.buffer(length, "the body")
+            else:
+                buffer = call.shared_body() or self.scratch[:0]
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()

@@ -25,6 +25,9 @@ def describe(model: Model, state: ServiceState) -> schemas.Info:
         ],
         numerics=dict(backend.numerics),
         limits=_limits(model, state),
+        shared_memory=schemas.SharedMemory(
+            total_bytes=state.regions.total_bytes, mode=state.regions.mode
+        ),
         versions=versions(),
     )
 

@@ -32,6 +32,7 @@ from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
 from service.notify import READY, STOPPING, notify
 from service.settings import Settings, SettingsError
+from service.shm import later_on
 from service.state import Model, Progress, ServiceState
 from service.transport import IDLE_S, Connection
 
@@ -206,6 +207,7 @@ class Server(uvicorn.Server):
             self.start_error, self.exit_status = loaded, EXIT_START
             return True
         self._state.serve(loaded)
+        self._state.regions.later = later_on(asyncio.get_running_loop())
         loaded.engine.attach(asyncio.get_running_loop().call_soon)
         for line in loaded.ledger.table():
             log.info("memory", line=line)

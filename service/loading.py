@@ -104,7 +104,12 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     device = choose_device(settings.device)
     log.info("device", device=device.name, why=device.why)
     sizes = Sizes.of(settings, is_cuda=device.is_cuda, is_integrated=device.is_integrated)
-    budget = Budget(sizes.in_flight_bytes, settings.max_held_tokens, sizes.memory_reserve_bytes)
+    budget = Budget(
+        sizes.in_flight_bytes,
+        settings.max_held_tokens,
+        sizes.memory_reserve_bytes,
+        settings.shared_memory_bytes,
+    )
     num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
     measured, note = _measured(settings.doctor_report, checkpoint, device)
     if note:

@@ -30,6 +30,9 @@ _HEADERS = {
     wire.EPOCH: "the session's epoch",
     wire.DEAD: "dead positions as ranges of indices into the answer, such as 3,4,9-12",
     wire.ENCODING: "the format of stored rows",
+    wire.SHARED_BODY: "offset,bytes of the body in the connection's shared memory",
+    wire.SHARED_ANSWER: "offset,bytes of where the answer may be put in the connection's shared "
+    "memory; in an answer offset,bytes,at: what of it lies there, and where it belongs",
     "ETag": "the table identity",
 }
 

@@ -137,8 +137,9 @@ _STORED = Parameter(
     "`stored`: rows as the checkpoint stores them",
     {"type": "string", "enum": ["stored"]},
 )
+_SHARED = (wire.SHARED_BODY, wire.SHARED_ANSWER)
 _STATE_HEADERS = (wire.LENGTH, wire.BASE, wire.EPOCH)
-_TENSOR_HEADERS = (wire.SHAPE, wire.DTYPE, *_STATE_HEADERS)
+_TENSOR_HEADERS = (wire.SHAPE, wire.DTYPE, *_STATE_HEADERS, wire.SHARED_ANSWER)
 
 
 def _session_answer(description: str) -> Answer:
@@ -158,6 +159,7 @@ def _read(output: Output, summary: str, answer: Answer, *query: Parameter) -> Op
         answers={200: answer},
         refusals=_READ,
         query=(_POSITION, _COUNT, _EPOCH, _WAIT, *query),
+        headers=(wire.TABLE, wire.OWNER, wire.SHARED_ANSWER),
     )
 
 
@@ -250,6 +252,15 @@ WEIGHTS = Operation(
         ),
     ),
 )
+MEMORY = Operation(
+    name="open_memory",
+    method="POST",
+    path="/v1/memory",
+    summary="Shared memory for this connection of the Unix socket; its descriptor comes with a 103",
+    answers={201: Answer("made: as large as asked for, or as one may be", model=schemas.Memory)},
+    refusals=(*_WORK, *_BODY, problems.NotFound),
+    body=schemas.OpenMemory,
+)
 OPEN = Operation(
     name="open_session",
     method="POST",
@@ -341,7 +352,7 @@ RESIDUAL = Operation(
     answers={200: _tensor_answer("the updated residual, shape and dtype as sent")},
     refusals=(*_READ, *_BODY, errors.BadTensor, problems.LengthRequired),
     query=(_POSITION, _COUNT, _EPOCH, _WAIT),
-    headers=(wire.TABLE, wire.OWNER, wire.SHAPE, wire.DTYPE),
+    headers=(wire.TABLE, wire.OWNER, wire.SHAPE, wire.DTYPE, *_SHARED),
     required_headers=(wire.SHAPE, wire.DTYPE),
     body="the residual, BF16 or F32 [T, hc, dim], little-endian, C order",
 )
@@ -368,6 +379,7 @@ STEP = Operation(
         200: Answer(
             "safetensors: length, epoch I64 [S], dead U8 [T], then OUTPUT.LAYER of each layer",
             wire.TENSOR_MEDIA,
+            headers=(wire.SHARED_ANSWER,),
         )
     },
     refusals=(
@@ -404,6 +416,7 @@ STEP = Operation(
             {"type": "string", "enum": ["true", "false"], "default": "true"},
         ),
     ),
+    headers=(wire.TABLE, wire.OWNER, *_SHARED),
     body="a safetensors file: count I32 [S], position I64 [S]; one source: session_id I64 [S] "
     "(epoch I64 [S]), lookback I32 [S, max_ngram_size-1], or hash_ids I32|I64 [T, layers, cols]; "
     "optional token_ids I32|I64 [T], mask U8|BOOL [T], residual BF16|F32 [T, hc, dim]",
@@ -420,6 +433,7 @@ OPERATIONS: tuple[Operation, ...] = (
     PAGE_STYLE,
     INFO,
     WEIGHTS,
+    MEMORY,
     OPEN,
     GET_SESSION,
     CLOSE,

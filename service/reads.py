@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from ctypes import addressof, c_char
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -61,7 +62,7 @@ class SingleRead:
         self._stored = call.choice("encoding", ("stored",)) is not None
         self._wait_ms = call.integer("wait_ms", 0, high=MAX_WAIT_MS)
         if output is Output.RESIDUAL:
-            _check_body_bytes(call.inbox.length, self._dtype, self._shape)
+            _check_body_bytes(call.body_bytes, self._dtype, self._shape)
 
     def _checked_count(self) -> int:
         count, limit = self._shape[0], self._model.limits.max_tokens
@@ -122,6 +123,7 @@ class SingleRead:
             stored=self._stored,
             wait_ms=self._wait_ms,
             client=call.client,
+            memory=call.answer_memory,
         )
         if residual is None:
             spec = steps.output_spec(request, self._layer, self._shape[0], self._model)
@@ -143,7 +145,8 @@ class SingleRead:
         if self._stored:
             index = self._model.checkpoint.geometry.layer_index(self._layer)
             headers[wire.ENCODING] = self._model.backend.encodings[index]
-        return headers, [view.data]
+        where, buffers = self._call.leave([view.data])
+        return {**headers, **where}, buffers
 
     def refusal(self, refused: StepRefused) -> EngramError:
         """Return the refusal of the one segment."""
@@ -167,14 +170,17 @@ class StepRead:
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
         call, model = self._call, self._model
-        self._request = steps.request_of(steps.decode(body), self._options, model)
+        is_shared = call.shared is not None and call.shared.body is not None
+        views = steps.decode(body, is_shared=is_shared)
+        self._request = steps.request_of(views, self._options, model)
+        self._request = replace(self._request, memory=call.answer_memory)
         call.lease.add(steps.answer_bytes(self._request, model), "the answer")
         return model.engine.step(call.tenant, self._request)
 
     def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
         """Return a safetensors file."""
         assert self._request is not None
-        return {}, steps.encode(self._request, answer)
+        return self._call.leave(steps.encode(self._request, answer))
 
     def refusal(self, refused: StepRefused) -> EngramError:
         """Return the refusal with the list of segments."""

@@ -24,6 +24,7 @@ from service.calls import BufferAnswer, Call, Handler
 from service.info import describe
 from service.metrics import CONTENT_TYPE
 from service.operations import Operation
+from service.problems import NotFound
 from service.reads import READS
 from service.weights import answer_weights
 
@@ -47,6 +48,20 @@ async def metrics(call: Call) -> Response:
 async def info(call: Call) -> Response:
     """Tell what is served."""
     return _json(describe(call.state.model, call.state))
+
+
+async def open_memory(call: Call) -> Response:
+    """Make shared memory for a connection, and pass its descriptor."""
+    state = call.state
+    state.check_open()
+    document = await call.document(schemas.OpenMemory)
+    connection = call.connection
+    if not hasattr(connection, "share"):
+        raise NotFound("shared memory is for the Unix socket", expected="a connection to it")
+    connection.check_sharing()
+    region = await asyncio.to_thread(state.regions.open, call.tenant, document.num_bytes)
+    connection.share(region)
+    return _json(schemas.Memory(num_bytes=region.num_bytes), 201)
 
 
 async def open_session(call: Call) -> Response:
@@ -134,6 +149,7 @@ HANDLERS: Mapping[Operation, Handler] = {
     operations.PAGE_STYLE: status_page.style,
     operations.INFO: info,
     operations.WEIGHTS: weights,
+    operations.MEMORY: open_memory,
     operations.OPEN: open_session,
     operations.GET_SESSION: get_session,
     operations.CLOSE: close_session,

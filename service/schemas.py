@@ -48,6 +48,18 @@ class _Taken(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class OpenMemory(_Taken):
+    """How much shared memory a connection asks for."""
+
+    num_bytes: Annotated[int, Field(gt=0, le=INT64_MAX)]
+
+
+class Memory(BaseModel):
+    """A connection's shared memory."""
+
+    num_bytes: int = Field(description="its size, whole pages")
+
+
 class OpenSession(_Taken):
     """How a session is made: empty, at a position with look-back, or as a fork."""
 
@@ -248,6 +260,13 @@ class LedgerLine(BaseModel):
     num_bytes: int
 
 
+class SharedMemory(BaseModel):
+    """What clients of the Unix socket may use instead of it."""
+
+    total_bytes: int = Field(description="of all connections; 0 = off")
+    mode: str = Field(description="off, in place (the device works in it), or copied once")
+
+
 class Info(BaseModel):
     """What is served, where it lives, and what it promises."""
 
@@ -259,4 +278,5 @@ class Info(BaseModel):
     memory: list[LedgerLine] = Field(description="the ledger")
     numerics: dict[str, str]
     limits: Limits
+    shared_memory: SharedMemory
     versions: dict[str, str]

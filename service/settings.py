@@ -123,8 +123,11 @@ class Settings(BaseModel):
         ge=0,
         description="memory left to others (16GiB on integrated GPUs, else 1GiB)",
     )
+    shared_memory_bytes: Size = Field(
+        default=0, ge=0, description="shared memory for clients of the Unix socket; 0 = off"
+    )
     graphs: Literal["auto", "off"] = Field(
-        default="auto", description="CUDA graphs (changes nothing: no backend has them)"
+        default="auto", description="CUDA graphs of small batches, where faster (off: launches)"
     )
     keys_file: Path | None = Field(
         default=None, description="API keys: `name scope sha256(key)` a line"

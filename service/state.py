@@ -16,6 +16,7 @@ from service.admission import InFlightPool
 from service.metrics import Metrics
 from service.problems import Loading, ShardDown
 from service.settings import Settings
+from service.shm import Regions
 from service.versions import versions
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class ServiceState:
         self.is_draining = False
         self._model: Model | None = None
         self._pool: InFlightPool | None = None
+        self._regions: Regions | None = None
         self.metrics.active_requests.set_function(lambda: self.num_active)
 
     @property
@@ -91,6 +93,13 @@ class ServiceState:
         return self._pool
 
     @property
+    def regions(self) -> Regions:
+        """The shared memory of connections. Raises Loading."""
+        self.model  # noqa: B018  refuses while loading and after a failure
+        assert self._regions is not None
+        return self._regions
+
+    @property
     def is_loaded(self) -> bool:
         """Whether there is a model, failed or not."""
         return self._model is not None
@@ -103,6 +112,7 @@ class ServiceState:
     def serve(self, model: Model) -> None:
         """Become ready."""
         self._pool = InFlightPool(model.in_flight_bytes, memory=model.backend.host_memory)
+        self._regions = Regions(self.settings.shared_memory_bytes, model.backend.host_memory)
         self._model = model
         metrics = self.metrics
         metrics.watch(lambda: model.engine.counters)

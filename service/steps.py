@@ -7,7 +7,7 @@ Whether ids, positions and epochs fit the sessions is the engine's business.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,14 +51,23 @@ class StepOptions:
     client: Hashable = ""
 
 
-def decode(body: memoryview) -> dict[str, TensorView]:
-    """Return the tensors of a step's body. Raises BadTensor, SchemaError."""
+def decode(body: memoryview, *, is_shared: bool = False) -> dict[str, TensorView]:
+    """Return the tensors of a step's body. Raises BadTensor, SchemaError.
+
+    is_shared: the client can change it at any time; what is checked and then used as an index or a
+        length, all but a residual, is copied first
+    """
     try:
         views = wire.decode_tensors(body)
     except wire.WireError as error:
         raise BadTensor(error.message, expected=error.expected, got=error.got) from None
     check_names(views)
-    return views
+    if not is_shared:
+        return views
+    return {
+        name: view if name == "residual" else replace(view, data=memoryview(bytearray(view.data)))
+        for name, view in views.items()
+    }
 
 
 def check_names(views: Views) -> None:

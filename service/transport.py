@@ -9,6 +9,8 @@ read.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import Any
 
 import httptools
@@ -16,9 +18,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engram_core.errors import BadRequest
 from service import problems
-from service.bodies import Headers
-from service.door import CONNECTION
+from service.bodies import CONNECTION, ClientGoneError, Headers
 from service.fast_path import Exchange, FastPath, Head
+from service.problems import NotFound
+from service.shm import Region
 
 MAX_HEAD_BYTES = 64 << 10
 JOIN_BYTES = 64 << 10
@@ -29,6 +32,7 @@ IDLE_S = 75.0
 
 
 _CONTINUE = b"HTTP/1.1 100"
+_INTERIM = b"HTTP/1.1 103 Early Hints\r\n\r\n"
 
 
 class _HeadHolder:
@@ -89,11 +93,13 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. tenant: the name of the key that asked last; fast_path: None without one."""
+    """One connection. tenant: the name of the key that asked last; fast_path: None without one;
+    region: its shared memory."""
 
     cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
     fast_path: FastPath | None = None
+    region: Region | None = None
     _exchange: Exchange | None = None
     _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
@@ -114,12 +120,42 @@ class Connection(HttpToolsProtocol):
         """Cut the connection, whatever is still to be sent."""
         self.transport.abort()
 
+    def check_sharing(self) -> None:
+        """See that a region can be given. Raises ClientGoneError; NotFound: this is no Unix socket;
+        BadRequest: it has one, or does not read its answers."""
+        if self.transport.is_closing():
+            raise ClientGoneError
+        family = self.transport.get_extra_info("socket").family
+        if self.scheme == "https" or family != socket.AF_UNIX:
+            raise NotFound("shared memory is for the Unix socket", expected="one without TLS")
+        if self.region is not None:
+            raise BadRequest("this connection has shared memory", expected="one region")
+        if self.transport.get_write_buffer_size():
+            raise BadRequest("answers are on their way", expected="them to be taken first")
+
+    def share(self, region: Region) -> None:
+        """Give the peer a region: its descriptor comes with an interim answer.
+
+        Raises as `check_sharing`; ClientGoneError.
+        """
+        try:
+            self.check_sharing()
+            found = self.transport.get_extra_info("socket")
+            with socket.socket(fileno=os.dup(found.fileno())) as line:
+                socket.send_fds(line, [_INTERIM], [region.descriptor])
+        except OSError:
+            raise ClientGoneError from None
+        finally:
+            os.close(region.descriptor)
+        self.region = region
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.region = None
         if self._exchange is not None:
             self._exchange.gone()
         if self._running is not None:  # uvicorn tells the last one only

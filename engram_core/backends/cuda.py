@@ -63,6 +63,8 @@ class Budget(Protocol):
     def held_tokens(self) -> int: ...
     @property
     def reserve_bytes(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
 
 
 def load(
@@ -161,6 +163,7 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
         held_ids=budget.held_tokens * HELD_ID_BYTES,
         reserve=budget.reserve_bytes,
         context=CONTEXT_BYTES,
+        shared=budget.shared_bytes,
     )
 
 
