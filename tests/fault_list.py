@@ -19,6 +19,7 @@ CLIENT = "tests/unit/test_client_protocol.py"
 NATIVE = "tests/native/test_formats.py"
 GATES = "tests/unit/test_reference_backend.py"
 CPU = "tests/native/test_cpu.py"
+DIRECT = "tests/laws/test_direct_reads.py"
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,42 @@ FAULTS = (
             ),
         ),
         (f"{GATES}::test_a_dead_position_is_selected_not_multiplied",),
+    ),
+    # ------------------------------------------------------------------ direct reads
+    fault(
+        "direct-read-at-a-stale-epoch",
+        SESSIONS,
+        "if not fresh or position < base",
+        "if position < base",
+        f"{DIRECT}::test_any_read_after_any_program",
+    ),
+    fault(
+        "direct-read-below-the-base",
+        SESSIONS,
+        "if not fresh or position < base or",
+        "if not fresh or",
+        f"{DIRECT}::test_any_read_after_any_program",
+    ),
+    fault(
+        "direct-read-beyond-the-end",
+        SESSIONS,
+        "or position + count > length:",
+        "or position + count > length + 1:",
+        f"{DIRECT}::test_any_read_after_any_program",
+    ),
+    fault(
+        "direct-read-does-not-renew",
+        SESSIONS,
+        "        self._registry.touch(row)\n        ids = self._ids\n",
+        "        ids = self._ids\n",
+        f"{DIRECT}::test_it_renews_the_session",
+    ),
+    fault(
+        "direct-read-of-what-is-not-filled",
+        KV_STORE,
+        "            if not filled[slot]:\n",
+        "            if slot < 0:\n",
+        f"{DIRECT}::test_it_finds_only_what_is_filled",
     ),
     # ------------------------------------------------------------------ the gate in C++
     fault(

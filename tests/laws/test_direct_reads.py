@@ -1,0 +1,261 @@
+"""A read answered directly is the read that the general way answers: bits, state, refusals."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from engram_core.backends import cpu
+from engram_core.backends.base import Backend
+from engram_core.checkpoint import open_checkpoint
+from engram_core.direct import OneAnswer, OneRead
+from engram_core.engine import Engine
+from engram_core.engine_types import (
+    EPOCH_OPENED,
+    EngineLimits,
+    OpenRequest,
+    Output,
+    Segments,
+    StepAnswer,
+    StepRequest,
+)
+from engram_core.errors import EngramError
+from engram_core.loader import load
+from tests.native.host_library import build_cpu_library
+from tests.recording import Clock
+
+NEAR = 4
+TENANTS = ("", "other")
+
+
+@pytest.fixture(scope="module")
+def backend(official_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    library = build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "find_library", lambda: library)
+        made = load(open_checkpoint(official_dir), num_slots=96)
+    yield made
+    made.close()
+
+
+def attached(backend: Backend, clock: Clock | None = None) -> Attached:
+    limits = EngineLimits(near_tokens=NEAR, ahead_tokens=0, max_sessions=32, max_held_tokens=8192)
+    engine = Engine(backend, limits, clock=clock or Clock())
+    turn: list[Callable[[], None]] = []
+    engine.attach(turn.append)
+    return Attached(engine, turn)
+
+
+class Attached(NamedTuple):
+    """An engine that belongs to this thread. turn: what is to be called at the end of its turn"""
+
+    engine: Engine
+    turn: list[Callable[[], None]]
+
+
+class Reads:
+    """Both ways to read one thing. num_direct: how often the direct one answered"""
+
+    def __init__(self, attached: Attached) -> None:
+        self.engine, self._turn = attached
+        self.num_direct = 0
+
+    def residual(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        sizes = self.engine.geometry
+        generator = torch.Generator().manual_seed(count)
+        return torch.randn((count, sizes.hc_mult, sizes.dim), generator=generator).to(dtype)
+
+    def direct(self, tenant: str, ask: tuple[int, ...], residual: torch.Tensor) -> OneAnswer | None:
+        session_id, position, epoch, layer = ask
+        is_f32 = residual.dtype == torch.float32
+        read = OneRead(
+            session_id, position, len(residual), epoch, layer, residual.data_ptr(), is_f32
+        )
+        return self.engine.read_residual(tenant, read)
+
+    def general(self, tenant: str, ask: tuple[int, ...], residual: torch.Tensor) -> StepAnswer:
+        session_id, position, epoch, layer = ask
+        segments = Segments(
+            np.array([len(residual)], np.int32), np.array([position]),
+            np.array([session_id]), np.array([epoch]),
+        )  # fmt: skip
+        layers = (self.engine.geometry.layer_ids[layer],)
+        request = StepRequest(segments, Output.RESIDUAL, layers, residual=residual)
+        answer = self.engine.step(tenant, request)
+        while self._turn:
+            self._turn.pop()()
+        return answer.result(10)
+
+    def compare(self, tenant: str, ask: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
+        """Direct, then in general, then directly again, when the store holds what is read."""
+        before = self.residual(count, dtype)
+        first, second, third = before.clone(), before.clone(), before.clone()
+        answer = self.direct(tenant, ask, first)
+        try:
+            expected = self.general(tenant, ask, second)
+        except EngramError:
+            assert answer is None
+            assert self.direct(tenant, ask, third) is None
+            assert same_bits(first, before)
+            return
+        assert same_bits(first, second if answer is not None else before)
+        again = self.direct(tenant, ask, third)
+        assert (again is not None) == (0 < count <= NEAR)
+        for got in (answer, again):
+            if got is not None:
+                self.num_direct += 1
+                state = expected.length[0], expected.base[0], expected.epoch[0]
+                assert (got.length, got.base, got.epoch) == state
+        if again is not None:
+            assert same_bits(third, second)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_read_after_any_program(backend: Backend, seed: int) -> None:
+    rng = random.Random(seed)
+    reads = Reads(attached(backend))
+    engine = reads.engine
+    sessions: list[tuple[str, int]] = []
+    with engine:
+        for _ in range(1000):
+            kind = rng.choice(["open", "push", "push", "cut", "fork", "close", *["read"] * 12])
+            tenant = rng.choice(TENANTS)
+            if not sessions or (kind == "open" and len(sessions) < 6):
+                start = rng.choice([0, 0, 2, 300])
+                before = tuple(rng.choice([None, 0, 1, 2]) for _ in range(min(start, 3)))
+                opening = OpenRequest(position=start, lookback=before)
+                sessions.append((tenant, engine.open(tenant, opening).session_id))
+                continue
+            owner, session_id = rng.choice(sessions)
+            if kind != "read":
+                change(engine, rng, kind, (owner, session_id), sessions)
+                continue
+            who = rng.choice([owner, owner, owner, tenant])
+            ask, count = any_read(engine, rng, owner, session_id)
+            reads.compare(who, ask, count, rng.choice([torch.bfloat16, torch.float32]))
+        assert not engine._scheduler.store._pins.any()
+    assert reads.num_direct > 50
+
+
+def any_read(
+    engine: Engine, rng: random.Random, owner: str, session_id: int
+) -> tuple[tuple[int, ...], int]:
+    """Around a session's ends, under its epoch and others: what to ask, and how many positions."""
+    try:
+        state = engine.get(owner, session_id)
+        length, base, epoch = state.length, state.base, state.epoch
+    except EngramError:
+        length, base, epoch = 4, 0, 1
+    position = max(0, rng.choice([base, length, length]) - rng.randrange(-1, 7))
+    epoch = rng.choice([EPOCH_OPENED, EPOCH_OPENED, epoch, epoch, epoch - 1, epoch + 1])
+    return (session_id, position, epoch, rng.randrange(2)), rng.randrange(NEAR + 2)
+
+
+def change(
+    engine: Engine,
+    rng: random.Random,
+    kind: str,
+    name: tuple[str, int],
+    sessions: list[tuple[str, int]],
+) -> None:
+    """Do something to a session, whatever comes of it."""
+    owner, session_id = name
+    try:
+        length = engine.get(owner, session_id).length
+        if kind == "push":
+            count = rng.randint(1, 8)
+            ids = np.array([rng.randrange(3) for _ in range(count)])
+            mask = np.array([rng.random() < 0.8 for _ in range(count)])
+            truncate = rng.random() < 0.3
+            place = length - rng.randrange(4) if truncate else length
+            engine.push(owner, session_id, place, ids, mask, truncate=truncate)
+        elif kind == "cut":
+            engine.rewind(owner, session_id, length - rng.randrange(5))
+        elif kind == "fork" and len(sessions) < 8:
+            sessions.append((owner, engine.open(owner, OpenRequest(fork_of=session_id)).session_id))
+        elif kind == "close" and len(sessions) > 4:
+            engine.close_session(owner, session_id)
+            if rng.random() < 0.9:
+                sessions.remove(name)
+    except EngramError:
+        pass
+
+
+@pytest.fixture
+def held(backend: Backend) -> Iterator[tuple[Reads, int, Clock]]:
+    """A session of eight tokens whose kv of layer 0 is in the store."""
+    clock = Clock()
+    reads = Reads(attached(backend, clock))
+    with reads.engine as engine:
+        session_id = engine.open("", OpenRequest()).session_id
+        engine.push("", session_id, 0, np.arange(8) % 3)
+        ask = session_id, 0, EPOCH_OPENED, 0
+        reads.general("", ask, reads.residual(8, torch.bfloat16))
+        yield reads, session_id, clock
+
+
+def test_it_answers_and_counts(held: tuple[Reads, int, Clock]) -> None:
+    reads, session_id, _ = held
+    before = reads.engine.counters
+    reads.compare("", (session_id, 3, EPOCH_OPENED, 0), 2, torch.bfloat16)
+    after = reads.engine.counters
+    assert reads.num_direct == 2
+    assert after["near_batches"] - before["near_batches"] == 3
+    assert after["kv_hits"] - before["kv_hits"] == 6
+    assert after["kv_misses"] == before["kv_misses"]
+
+
+def test_it_renews_the_session(held: tuple[Reads, int, Clock]) -> None:
+    reads, session_id, clock = held
+    ask = session_id, 3, EPOCH_OPENED, 0
+    for _ in range(4):
+        clock.now_s += 400.0
+        assert reads.direct("", ask, reads.residual(1, torch.bfloat16)) is not None
+        assert reads.engine.sweep() == 0
+    clock.now_s += 601.0
+    assert reads.engine.sweep() == 1
+
+
+def test_a_refused_read_does_not(held: tuple[Reads, int, Clock]) -> None:
+    reads, session_id, clock = held
+    clock.now_s += 400.0
+    assert (
+        reads.direct("", (session_id, 8, EPOCH_OPENED, 0), reads.residual(1, torch.bfloat16))
+        is None
+    )
+    clock.now_s += 201.0
+    assert reads.engine.sweep() == 1
+
+
+def test_another_thread_and_a_closed_engine_get_none(held: tuple[Reads, int, Clock]) -> None:
+    reads, session_id, _ = held
+    ask, answers = (session_id, 3, EPOCH_OPENED, 0), []
+
+    def ask_there() -> None:
+        answers.append(reads.direct("", ask, reads.residual(1, torch.bfloat16)))
+
+    thread = threading.Thread(target=ask_there)
+    thread.start()
+    thread.join()
+    reads.engine.close()
+    ask_there()
+    assert answers == [None, None]
+
+
+def test_it_finds_only_what_is_filled(held: tuple[Reads, int, Clock]) -> None:
+    reads, session_id, _ = held
+    store = reads.engine._scheduler.store
+    store._filled[:] = False
+    residual = reads.residual(1, torch.bfloat16)
+    assert reads.direct("", (session_id, 3, EPOCH_OPENED, 0), residual) is None
