@@ -95,12 +95,12 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if request.body_bytes > EXPECT_ABOVE_BYTES:
             self._write(head)
             await self._await_leave(reader)
-            is_sent = await self._send(request.body, reader)
+            is_sent = await self._send(request.sent_body, reader)
         elif request.body_bytes <= _SLICE_BYTES:
-            self._write(b"".join((head, *request.body)))
+            self._write(b"".join((head, *request.sent_body)))
             is_sent = True
         else:
-            is_sent = await self._send([head, *request.body], reader)
+            is_sent = await self._send([head, *request.sent_body], reader)
         while reader.response is None:
             await self._change()
         if not is_sent:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engram_client.far import FarBuffer, far_buffer, is_far
 from engram_client.wire import (
     TensorSpec,
     TensorView,
@@ -26,13 +27,21 @@ else:
 
 
 def sent(value: Array) -> TensorView:
-    """Return the bytes of what is sent; a tensor on a device is staged through the CPU."""
-    return as_view(value.detach().cpu() if is_torch(value) else value)  # type: ignore[union-attr]
+    """Return the bytes of what is sent; those of a tensor on a device stay there until then."""
+    if is_torch(value) and is_far(value):
+        return _far_view(value.contiguous())  # type: ignore[union-attr]
+    return as_view(value.detach() if is_torch(value) else value)  # type: ignore[union-attr]
+
+
+def _far_view(tensor: Any) -> TensorView:
+    like = tensor.new_empty(0, device="cpu")
+    data: Any = far_buffer(tensor)
+    return TensorView(as_view(like).dtype, tuple(tensor.shape), data)
 
 
 def as_numpy(value: Array) -> NDArray[Any]:
     """Return an array or tensor as numpy."""
-    return to_numpy(sent(value))
+    return to_numpy(as_view(value.detach().cpu() if is_torch(value) else value))  # type: ignore[union-attr]
 
 
 def torch_of(array: NDArray[Any]) -> torch.Tensor:
@@ -56,12 +65,18 @@ class Landing:
     def __init__(
         self, out: Array | None, *, like: Array | None = None, sources: tuple[TensorView, ...] = ()
     ) -> None:
+        if out is None and is_torch(like) and is_far(like):
+            out = like.new_empty(like.shape)  # type: ignore[union-attr]
         self._out = out
         self._like = like
         self.view: TensorView | None = None
         if out is None:
             return
-        if _is_plain(out):
+        if is_torch(out) and is_far(out):
+            if out.is_contiguous() and not _shares(out, like):  # type: ignore[union-attr]
+                self.view = _far_view(out)
+                return
+        elif _is_plain(out):
             view = as_view(out)
             if view.data.readonly:
                 raise ValueError("out: expected writable memory, got read-only")
@@ -76,9 +91,19 @@ class Landing:
             if not is_torch(self._like):
                 return to_numpy(view)
             return to_torch(view).to(self._like.device)  # type: ignore[union-attr]
-        if not _is_same_memory(self._out, view):
+        if isinstance(view.data, FarBuffer):
+            view.data.flush()
+        elif not _is_same_memory(self._out, view):
             _copy(view, self._out)
         return self._out
+
+
+def _shares(out: Any, like: Any) -> bool:
+    """Tell whether two tensors on devices have memory in common."""
+    if like is None or not is_torch(like):
+        return False
+    same: bool = out.untyped_storage().data_ptr() == like.untyped_storage().data_ptr()
+    return same
 
 
 def _copy(view: TensorView, out: Array) -> None:
@@ -98,11 +123,13 @@ def _is_plain(value: Array) -> bool:
 
 def _spec_of(value: Array) -> TensorSpec:
     none_of_it: Any = value[:0]  # a strided or far array whose bytes are not wanted
-    return sent(none_of_it).dtype, tuple(value.shape)
+    return as_view(none_of_it.cpu() if is_torch(value) else none_of_it).dtype, tuple(value.shape)
 
 
 def _span(view: TensorView) -> tuple[int, int]:
-    begin = np.frombuffer(view.data, np.uint8).ctypes.data if view.data.nbytes else 0
+    if isinstance(view.data, FarBuffer) or not view.data.nbytes:
+        return 0, 0
+    begin = np.frombuffer(view.data, np.uint8).ctypes.data
     return begin, begin + view.data.nbytes
 
 

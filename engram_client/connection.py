@@ -109,7 +109,7 @@ class Connection:
     def _send_all(self, request: Request, reader: ResponseReader, deadline: float) -> None:
         """Send head and body; stop where an answer comes first (that ends the connection)."""
         head = memoryview(format_head(request, self._fixed))
-        body = [memoryview(buffer).cast("B") for buffer in request.body if len(buffer)]
+        body = [memoryview(buffer).cast("B") for buffer in request.sent_body if len(buffer)]
         if request.body_bytes > EXPECT_ABOVE_BYTES:
             self._send([head], reader, deadline)
             self._await_leave(reader, deadline)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from engram_client.far import FarBuffer, near
 from engram_client.problems import BadAnswer, ConnectionLost
 from engram_client.wire import WireError, parse_int
 
@@ -31,7 +32,7 @@ _HEADERS = re.compile(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00\r\n]*)*")
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9])(?: [^\x00-\x08\x0a-\x1f\x7f]*)?")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[^\r\n]*)?\r\n")
 
-Sink = Callable[[int], Iterator[memoryview]]
+Sink = Callable[[int], Iterator[memoryview | FarBuffer]]
 """Given the bytes of a 200 answer's body, yields the memory they go to, piece by piece; each
 piece is filled when the next is asked for. May raise WireError."""
 
@@ -79,7 +80,7 @@ class Request:
     method: str
     target: str
     headers: Sequence[tuple[str, str]] = ()
-    body: Sequence[bytes | memoryview] = ()
+    body: Sequence[bytes | memoryview | FarBuffer] = ()
     sink: Sink | None = None
     max_answer_bytes: int = MAX_JSON_BYTES
     replica: int = 0
@@ -87,6 +88,11 @@ class Request:
     @property
     def body_bytes(self) -> int:
         return sum(len(buffer) for buffer in self.body)
+
+    @property
+    def sent_body(self) -> list[bytes | memoryview]:
+        """The body as a socket can send it."""
+        return [near(buffer) for buffer in self.body]
 
 
 @dataclass
@@ -126,7 +132,7 @@ class ResponseReader:
         self._filled = 0
         self._space: memoryview | None = None
         self._left = 0
-        self._pieces: Iterator[memoryview] = iter(())
+        self._pieces: Iterator[memoryview | FarBuffer] = iter(())
         self._pending: Response | None = None
         self._chunks: bytearray | None = None
         self.may_send_body = False
@@ -220,6 +226,8 @@ class ResponseReader:
     def _next_piece(self) -> None:
         """Go on to the next piece of memory that is not empty, or finish."""
         for piece in self._pieces:
+            if isinstance(piece, FarBuffer):
+                piece = piece.landing()
             if len(piece) > self._left:
                 raise BadAnswer(f"an answer's body ends {len(piece) - self._left} bytes early")
             if len(piece):

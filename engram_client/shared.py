@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from engram_client import wire
+from engram_client.far import FarBuffer
 from engram_client.http1 import Request, Response, ResponseReader, format_head
 from engram_client.problems import BadAnswer, ConnectionLost
 
@@ -43,8 +45,9 @@ class Region:
         """Map it. Raises OSError, ValueError: it is not what was said."""
         if os.fstat(descriptor).st_size != num_bytes or num_bytes <= 0:
             raise ValueError(f"a region of {num_bytes} bytes that is none")
-        self._map = mmap.mmap(descriptor, num_bytes)
-        self.memory = np.frombuffer(self._map, np.uint8).data
+        self._array = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+        self.memory = self._array.data
+        self._is_pinned = False
 
     def place(self, request: Request) -> Request | None:
         """Put a request's body here; None if it has no room. Returns what goes over the socket."""
@@ -54,13 +57,31 @@ class Region:
             return None
         at = 0
         for buffer in request.body:
-            self.memory[at : at + len(buffer)] = memoryview(buffer).cast("B")
+            place = self.memory[at : at + len(buffer)]
+            if isinstance(buffer, FarBuffer):
+                self._pin()
+                buffer.copy_to(place)
+            else:
+                place[:] = memoryview(buffer).cast("B")
             at += len(buffer)
         headers = [*request.headers, (wire.SHARED_ANSWER, f"{end},{room}")]
         if request.method == "POST":
             headers.append((wire.SHARED_BODY, f"0,{at}"))
         # The sink is filled from here; what comes over the socket is the answer's small parts.
         return replace(request, headers=headers, body=(), sink=None)
+
+    def _pin(self) -> None:
+        """Let this process's GPU copy here at full speed, where its driver does that."""
+        if self._is_pinned:
+            return
+        self._is_pinned = True
+        torch = sys.modules["torch"]
+        if not torch.cuda.is_initialized():
+            return
+        driver, address = torch.cuda.cudart(), self._array.ctypes.data
+        if int(driver.cudaHostRegister(address, self._array.size, 0)) == 0:
+            # Before what it is a view of is unmapped.
+            weakref.finalize(self._array, driver.cudaHostUnregister, address).atexit = False
 
     def collect(self, request: Request, response: Response) -> Response:
         """Put an answer together where `request` wants it. Raises BadAnswer."""
@@ -100,9 +121,9 @@ def _insert(response: Response, memory: memoryview) -> list[memoryview]:
     return [response.body[:at], memory[offset : offset + num_bytes], response.body[at:]]
 
 
-def _pour(parts: Iterable[memoryview], pieces: Iterator[memoryview]) -> None:
+def _pour(parts: Iterable[memoryview], pieces: Iterator[memoryview | FarBuffer]) -> None:
     """Copy parts, in order, into the pieces of a sink. Raises BadAnswer: too many, or too few."""
-    space = memoryview(b"")
+    space: memoryview | FarBuffer = memoryview(b"")
     for part in parts:
         while part:
             while not space:
@@ -111,7 +132,10 @@ def _pour(parts: Iterable[memoryview], pieces: Iterator[memoryview]) -> None:
                     raise BadAnswer(f"an answer's body is {len(part)} bytes too long")
                 space = found
             count = min(len(space), len(part))
-            space[:count] = part[:count]
+            if isinstance(space, FarBuffer):
+                space[:count].copy_from(part[:count])
+            else:
+                space[:count] = part[:count]
             space, part = space[count:], part[count:]
     if space or any(len(piece) for piece in pieces):
         raise BadAnswer("an answer's body ends early")

@@ -566,6 +566,15 @@ def test_auto_picks_shared_memory_and_gets_the_same(
     assert counting.shared >= 10
 
 
+@pytest.mark.parametrize("transport", ["auto", "socket"])
+def test_tensors_on_a_device_give_the_same(
+    serve: Any, shared_door: InProcess, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    expected = serve(shared_door, lambda url: converse(url, "socket"))
+    monkeypatch.setattr("engram_client.arrays.is_far", lambda _: True)
+    assert serve(shared_door, lambda url: converse(url, transport)) == expected
+
+
 def test_auto_falls_back_where_it_is_not_offered(serve: Any, door: InProcess) -> None:
     assert serve(door, lambda url: converse(url, "auto")) == serve(
         door, lambda url: converse(url, "socket")

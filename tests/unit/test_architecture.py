@@ -75,6 +75,7 @@ LEVELS = {
     "engram_client": [
         "wire problems proto proto.engram_pb2",
         "proto.engram_pb2_grpc",
+        "far",
         "arrays http1 history retry",
         "shared",
         "connection state",
