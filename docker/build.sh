@@ -60,22 +60,28 @@ mkdir "$work/source" "$work/dist"
 for part in pyproject.toml README.md csrc engram_core engram_client service; do
   cp -R "$root/$part" "$work/source/"
 done
-set -- --config-settings=wheel.cmake=false
-if [ "$target" = cuda ]; then
-  command -v g++ >/dev/null || die "expected g++, nvcc's host compiler; install it"
+command -v g++ >/dev/null || die "expected g++, which compiles the gate; install it"
+set -- --config-settings=wheel.cmake=true --config-settings=cmake.source-dir=csrc
+if [ "$target" = cpu ]; then
+  # Whatever nvcc is about: this target has no CUDA.
+  set -- "$@" --config-settings=cmake.define.ENGRAM_NVCC=OFF
+else
   install_locked "$work/tools/bin/python" "$root/docker/locks/nvcc-$machine.txt" --no-compile
   CUDA_HOME=$("$work/tools/bin/python" -c 'import nvidia.cu13 as p; print(list(p.__path__)[0])')
   export CUDA_HOME
   # The packages' own layout lacks what nvcc.profile and CMake look for.
   ln -s lib "$CUDA_HOME/lib64"
   ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so"
-  set -- --config-settings=wheel.cmake=true --config-settings=cmake.source-dir=csrc
 fi
 "$work/tools/bin/python" -m pip --disable-pip-version-check wheel --quiet --no-deps --no-index \
   --no-build-isolation --wheel-dir "$work/dist" "$@" "$work/source"
 "$PREFIX/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-index \
   "$work"/dist/*.whl
 
+(cd / && "$PREFIX/bin/python" -c '
+import sys
+from engram_core.backends.cpu import find_library
+sys.exit(find_library() is None)') || die "the CPU library was not built"
 if [ "$target" = cuda ]; then
   (cd / && "$PREFIX/bin/python" -c '
 from engram_core.backends.native import Native

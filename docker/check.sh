@@ -19,7 +19,7 @@ clean=(env -i "PATH=/usr/bin:/bin" "HOME=$HOME" "PREFIX=$work/engram")
 if [ -n "${PIP_CERT:-}" ]; then clean+=("PIP_CERT=$PIP_CERT"); fi
 
 "${clean[@]}" "PYTHON=$python" "WHEELS=$WHEELS" docker/build.sh cpu
-for unwanted in pip gcc cc nvcc ptxas; do
+for unwanted in pip gcc cc g++ c++ nvcc ptxas cmake ninja; do
   if [ -e "$work/engram/bin/$unwanted" ]; then echo "the runtime has $unwanted" >&2; exit 1; fi
 done
 

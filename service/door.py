@@ -82,6 +82,8 @@ class _Reply:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], *answer_headers(self._call)]
+        else:
+            self._call.sent_bytes += len(message.get("body", b""))
         await self._send(message)
 
 

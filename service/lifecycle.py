@@ -24,7 +24,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from engram_core.errors import EngramError, Internal
+from engram_core.errors import EngramError, Internal, SelfCheckFailed
 from service.app import create_app
 from service.desk import Desk
 from service.fast_path import FastPath
@@ -202,7 +202,10 @@ class Server(uvicorn.Server):
         return False
 
     async def _take_over(self, loaded: Model | BaseException) -> bool:
-        """Begin to serve what was loaded; return whether to stop because nothing was."""
+        """Begin to serve what was loaded; return whether to stop because nothing was, or wrong."""
+        if isinstance(loaded, SelfCheckFailed):
+            self._fail(loaded)
+            return True
         if isinstance(loaded, BaseException):
             self.start_error, self.exit_status = loaded, EXIT_START
             return True

@@ -1,6 +1,6 @@
 """Makes docs/status.png: traffic against the demo checkpoint, and the page that shows it.
 
-    python -m tests.service.screenshot docs/status.png
+python -m tests.service.screenshot docs/status.png
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engram_core.errors import MemoryShort
-from service.lifecycle import EXIT_FAILED, EXIT_START
+from engram_core.errors import MemoryShort, SelfCheckFailed
+from service.lifecycle import EXIT_FAILED, EXIT_START, STUCK_S
 from tests.integration.door import refusal, wait_until
 from tests.service.life import life
 
@@ -33,6 +33,33 @@ def test_what_cannot_be_loaded_ends_the_process_with_1(small_gguf: Path) -> None
         made.finish_loading(MemoryShort("tables, weights and store do not fit"))
         assert made.end() == EXIT_START
         assert isinstance(made.server.start_error, MemoryShort)
+
+
+def test_failed_self_check_ends_the_process_with_70(small_gguf: Path) -> None:
+    """It is no mistake of the operator's: the machine computes wrong (DESIGN 4, fail stop)."""
+    with life(small_gguf) as made:
+        made.finish_loading(SelfCheckFailed("kv: 3 values differ"))
+        made._thread.join(60)
+        assert made.server.exit_status == EXIT_FAILED
+        assert made.server.start_error is None
+
+
+def test_batch_that_does_not_end_is_a_failure(
+    small_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch unfinished after 30 s: stacks in the log, exit 70."""
+    dumped: list[object] = []
+    monkeypatch.setattr("faulthandler.dump_traceback", lambda file: dumped.append(file))
+    with life(small_gguf) as made, made.client() as client:
+        made.finish_loading()
+        wait_until(client, "engram_ready", lambda ready: ready == 1)
+        engine = type(made.state.model.engine)
+        monkeypatch.setattr(engine, "running_s", property(lambda _: STUCK_S - 0.1))
+        assert client.get("/readyz").status_code == 200
+        monkeypatch.setattr(engine, "running_s", property(lambda _: STUCK_S))
+        made._thread.join(60)
+        assert made.server.exit_status == EXIT_FAILED
+        assert dumped
 
 
 def test_signal_while_it_loads_does_not_wait_for_the_load(small_gguf: Path) -> None:
