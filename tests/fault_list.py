@@ -574,6 +574,49 @@ FAULTS = (
         "        if False:\n",
         f"{REQUESTS}::test_no_room_for_another_body",
     ),
+    # ------------------------------------------------------------------ operating
+    fault(
+        "report-of-another-machine-used",
+        "service/loading.py",
+        "    if elsewhere:\n",
+        "    if False:\n",
+        "tests/service/test_loading.py",
+    ),
+    fault(
+        "report-of-another-driver-used",
+        "engram_core/machine.py",
+        '"gpu_gib", "driver")',
+        '"gpu_gib")',
+        "tests/unit/test_doctor_report.py",
+    ),
+    fault(
+        "auto-ignores-what-was-measured",
+        "engram_core/memory.py",
+        "            candidates = _fastest_first(candidates, measured)\n",
+        "",
+        "tests/unit/test_doctor_report.py",
+    ),
+    fault(
+        "stages-overlap",
+        "engram_core/stages.py",
+        "        rest = time.perf_counter() - start - sum(parts.values())\n",
+        "        rest = time.perf_counter() - start\n",
+        "tests/unit/test_stages.py",
+    ),
+    fault(
+        "failed-self-check-is-a-mistake-of-the-operator",
+        "service/lifecycle.py",
+        "        if isinstance(loaded, SelfCheckFailed):\n",
+        "        if False:\n",
+        "tests/service/test_lifecycle.py",
+    ),
+    fault(
+        "every-caller-is-traced",
+        "service/tracing.py",
+        "    if told is None or not int(told[1], 16) & trace.TraceFlags.SAMPLED:\n",
+        "    if told is None:\n",
+        "tests/service/test_opentelemetry.py",
+    ),
     # ------------------------------------------------------------------ the client
     fault(
         "client-forgets-the-epoch",

@@ -100,6 +100,27 @@ def test_ledger_build_loading_and_refusals_are_told(text: str) -> None:
     assert sum(told[key] for key in refused) >= 1
 
 
+def test_a_demo_run_moves_what_it_should(text: str) -> None:
+    """Tokens, rows, batches, the store, sessions, cuts, bytes; nothing was evicted or expired."""
+    total: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            total[sample.name] = total.get(sample.name, 0.0) + sample.value
+    for name in (
+        *("tokens_pushed", "rows_gathered", "batches", "batch_tokens", "ahead_tokens"),
+        *("store_hits", "store_misses", "store_duplicates", "sessions_opened", "sessions_closed"),
+        *("truncating_pushes", "rewinds", "positions_cut", "received_bytes", "sent_bytes"),
+    ):
+        assert total[f"engram_{name}_total"] > 0, name
+    for name in ("store_evictions", "sessions_expired", "ahead_dropped"):
+        assert total[f"engram_{name}_total"] == 0, name
+    assert total["engram_largest_batch_tokens"] > 1
+    assert total["engram_store_entries"] > 0
+    assert total["engram_ready"] == 1
+    assert total["engram_body_bytes_count"] > 0
+    assert total["engram_request_seconds_count"] > 0
+
+
 def test_only_counters_carry_operation_and_code(text: str) -> None:
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels}
