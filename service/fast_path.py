@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engram_client import wire
 from engram_core.engine_types import StepAnswer
-from engram_core.errors import StepRefused
+from engram_core.errors import EngramError, StepRefused
 from service import bodies, operations, problems
 from service.bodies import CONNECTION, Buffer, Headers, Inbox
 from service.calls import Call, check
@@ -29,6 +29,7 @@ from service.desk import GONE, Desk, answer_headers, request_id
 from service.operations import Operation
 from service.problems import RequestTimeout
 from service.reads import READS, TensorRead
+from service.recall import Recall
 from service.state import ServiceState
 
 JOIN_BYTES = 64 << 10
@@ -83,9 +84,13 @@ class FastPath:
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))  # for bodies that nobody reads
         self._state = state
         self._desk = desk
+        self._recall = Recall(state)
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""
+        recalled = self._recalled(head, line)
+        if recalled is not None:
+            return recalled
         found = _route(head)
         if found is None:
             return None
@@ -112,12 +117,31 @@ class FastPath:
                 buffer = call.lease.buffer(length, "the body")
             else:
                 buffer = call.shared_body() or self.scratch[:0]
+            self._recall.keep(head.headers, head.server, call, read)
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()
                 return None  # told the ordinary way, which reads the body first
             read, buffer = self.refusal(call, error), self.scratch
         line.tenant = call.key.name if call.key else line.tenant
+        self._state.enter()
+        return Exchange(self, head, line, call, read, buffer)
+
+    def _recalled(self, head: Head, line: Line) -> Exchange | None:
+        """Begin a residual read whose headers were checked before; None: check it in full."""
+        if head.method != "POST":
+            return None
+        found = self._recall.find(head.url, head.headers, head.client, head.server, request_id(()))
+        if found is None:
+            return None
+        call, read = found
+        try:
+            buffer = call.lease.buffer(call.inbox.length or 0, "the body")
+        except EngramError:
+            call.close()
+            return None
+        assert call.key is not None
+        call.connection, line.tenant = line, call.key.name
         self._state.enter()
         return Exchange(self, head, line, call, read, buffer)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from ctypes import addressof, c_char
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,6 +43,14 @@ class TensorRead(Protocol):
         """Return how refused segments are told."""
 
 
+class ResidualForm(NamedTuple):
+    """What headers say of a residual: of which model, dtype, [T, hc, dim]."""
+
+    model: Model
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class SingleRead:
     """A residual, kv, rows or hash_ids of one layer and session, as path and query name them."""
 
@@ -63,6 +71,32 @@ class SingleRead:
         self._wait_ms = call.integer("wait_ms", 0, high=MAX_WAIT_MS)
         if output is Output.RESIDUAL:
             _check_body_bytes(call.body_bytes, self._dtype, self._shape)
+
+    @classmethod
+    def residual(
+        cls,
+        call: Call,
+        form: ResidualForm,
+        *,
+        session_id: int,
+        layer: int,
+        position: int,
+        epoch: int,
+    ) -> SingleRead:
+        """Return a read of whose every part is known that it is right; the layer has an Engram."""
+        read = cls.__new__(cls)
+        read._call, read._output = call, Output.RESIDUAL
+        read._model, read._dtype, read._shape = form
+        read._session_id, read._layer = session_id, layer
+        read._position, read._count, read._epoch = position, form.shape[0], epoch
+        read._stored, read._wait_ms = False, 0
+        return read
+
+    @property
+    def form(self) -> ResidualForm | None:
+        """What the headers said of a residual, None for other reads."""
+        is_residual = self._output is Output.RESIDUAL
+        return ResidualForm(self._model, self._dtype, self._shape) if is_residual else None
 
     def _checked_count(self) -> int:
         count, limit = self._shape[0], self._model.limits.max_tokens

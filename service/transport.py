@@ -183,7 +183,9 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(f"the head is longer than {MAX_HEAD_BYTES} bytes")
         elif self._exchange is not None and not self._is_asked:
             self._ask(self._exchange)
-        elif self.cycle is None or self.cycle.response_complete:
+        elif self.timeout_keep_alive_task is None and (
+            self.cycle is None or self.cycle.response_complete
+        ):
             self._watch_idle()
 
     def on_message_begin(self) -> None:
@@ -270,12 +272,16 @@ class Connection(HttpToolsProtocol):
         exchange.await_body()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(url)
-        super().on_url(url)
+        self._head_bytes += len(url)
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(name + value)
-        super().on_header(name, value)
+        """As uvicorn's, counted."""
+        self._head_bytes += len(name) + len(value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, as a problem document."""
@@ -295,9 +301,6 @@ class Connection(HttpToolsProtocol):
         return (
             b"transfer-encoding" in names or names.get(b"content-length", b"0").strip(b"0") != b""
         )
-
-    def _count_head(self, data: bytes) -> None:
-        self._head_bytes += len(data)
 
     def _watch_idle(self) -> None:
         self._unset_keepalive_if_required()

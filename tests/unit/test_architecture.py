@@ -95,6 +95,7 @@ LEVELS = {
         "state",
         "calls steps info loading verbs",
         "weights status_page desk reads",
+        "recall",
         "door fast_path rpc.messages rpc.calls",
         "rpc.steps",
         "rpc.streams rpc.unary rpc",
