@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -35,6 +36,7 @@ from service.state import ServiceState
 JOIN_BYTES = 64 << 10
 """An answer up to this size is copied behind its head: cheaper than a vector of buffers."""
 
+_lower = cache(str.lower)
 _SCRATCH_BYTES = 64 << 10
 _READ_PATH = re.compile(r"/v1/sessions/([0-9]+)/layers/([0-9]+)/(residual|kv|rows|hash_ids)")
 _BY_OUTPUT = {
@@ -85,6 +87,8 @@ class FastPath:
         self._state = state
         self._desk = desk
         self._recall = Recall(state)
+        self._default_headers: Headers = []
+        self._begun: dict[int, bytes] = {}
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""
@@ -145,11 +149,21 @@ class FastPath:
         self._state.enter()
         return Exchange(self, head, line, call, read, buffer)
 
-    def end(self, call: Call, code: str, status: int, headers: Headers) -> None:
-        """Count a request out."""
+    def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
+        """Count a request out. Its record is made in the next turn: uvloop writes before that."""
         call.close()
         self._state.leave()
-        self._desk.record(call, code, status, headers)
+        line.loop.call_soon(self._desk.record, call, code, status, headers)
+
+    def begin_answer(self, status: int, line: Line) -> bytes:
+        """Return how an answer begins: its status line, and the headers that all have."""
+        if line.default_headers is not self._default_headers:  # another second, another date
+            self._default_headers = line.default_headers
+            self._begun.clear()
+        begun = self._begun.get(status)
+        if begun is None:
+            begun = self._begun[status] = STATUS_LINE[status] + _lines(line.default_headers)
+        return begun
 
     def refusal(self, call: Call, error: BaseException) -> Refusal:
         """Return what the client is told."""
@@ -186,6 +200,10 @@ def _body_bytes(head: Head, operation: Operation) -> int | None:
     if not operation.has_tensor_body:
         return None if length else 0
     return length
+
+
+def _lines(headers: Headers) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 class Exchange:
@@ -320,12 +338,10 @@ class Exchange:
         self._give(told, buffers)
 
     def _give(self, told: Mapping[str, str], buffers: list[Buffer]) -> None:
-        headers = [(b"content-type", wire.TENSOR_MEDIA.encode())]
-        headers += [(name.lower().encode(), value.encode()) for name, value in told.items()]
-        num_bytes = sum(map(len, buffers))
-        headers.append((b"content-length", str(num_bytes).encode()))
-        self._call.sent_bytes = num_bytes
-        self._send(200, headers, buffers, "ok")
+        self._call.sent_bytes = num_bytes = sum(map(len, buffers))
+        headers = "".join([f"{_lower(name)}: {value}\r\n" for name, value in told.items()])
+        block = f"content-type: {wire.TENSOR_MEDIA}\r\n{headers}content-length: {num_bytes}\r\n"
+        self._send(200, block.encode(), buffers, "ok")
 
     def _refuse(self, error: BaseException) -> None:
         if isinstance(error, StepRefused) and not isinstance(self._read, Refusal):
@@ -337,19 +353,17 @@ class Exchange:
         if unread:
             self.keep_alive = False
             headers.append((b"connection", b"close"))
-        self._send(refusal.status, headers, [refusal.body], refusal.code)
+        self._send(refusal.status, _lines(headers), [refusal.body], refusal.code)
         if unread:
             # Read on for a moment: a client that writes its whole body first hears us.
             self._buffer = self._path.scratch
             self._watch(bodies.READ_ON_S, self._line.transport.close)
 
-    def _send(self, status: int, headers: Headers, buffers: list[Buffer], code: str) -> None:
+    def _send(self, status: int, block: bytes, buffers: list[Buffer], code: str) -> None:
         """Write an answer, and end with it or once the client has taken it."""
         line, transport = self._line, self._line.transport
         self._status, self._code = status, code
-        head = [STATUS_LINE[status]]
-        for name, value in (*line.default_headers, *headers, *answer_headers(self._call)):
-            head += (name, b": ", value, b"\r\n")
+        head = [self._path.begin_answer(status, line), block, _lines(answer_headers(self._call))]
         if not self.keep_alive and not self.more_body:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")
@@ -386,7 +400,7 @@ class Exchange:
         self._line.finished(self)
         if code == "ok":
             self._call.stages["send"] = time.perf_counter() - self._begun
-        self._path.end(self._call, code, self._status, self._headers)
+        self._path.end(self._call, code, self._status, self._headers, self._line)
 
     def _watch(self, seconds: float, late: Any) -> None:
         self._timer = self._line.loop.call_later(seconds, late)

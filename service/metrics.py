@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     Info,
     disable_created_metrics,
     generate_latest,
@@ -23,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engram_core.backends.base import STAGES
+from service.histogram import PlainHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -105,29 +104,24 @@ class Metrics:
             ("operation", "code"),
             registry=self.registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = PlainHistogram(
             "engram_request_seconds",
             "Time from a request's head to the end of its answer.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.stage_seconds = Histogram(
+            _SECONDS,
+            self.registry,
+        ).series("")
+        self.stage_seconds = PlainHistogram(
             "engram_stage_seconds",
             f"Seconds of a stage: {', '.join(REQUEST_STAGES)} of each tensor request; "
             f"{', '.join(BATCH_STAGES)} of each batch, work ahead included. "
             "h2d and d2h exist on CUDA alone.",
-            ("stage",),
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
+            self.registry,
+            label="stage",
         )
-        # Looked up once: prometheus_client takes a lock and builds a key at every `labels`.
-        self._stages = cache(self.stage_seconds.labels)
-        self.body_bytes = Histogram(
-            "engram_body_bytes",
-            "Bytes of request bodies.",
-            buckets=_BYTES,
-            registry=self.registry,
-        )
+        self.body_bytes = PlainHistogram(
+            "engram_body_bytes", "Bytes of request bodies.", _BYTES, self.registry
+        ).series("")
         self.received_bytes = Counter(
             "engram_received_bytes", "Bytes of request bodies received.", registry=self.registry
         )
@@ -158,7 +152,7 @@ class Metrics:
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """Count one stage; any thread."""
-        self._stages(stage).observe(seconds)
+        self.stage_seconds.series(stage).observe(seconds)
 
     def watch(self, counters: Callable[[], Mapping[str, int | float]]) -> None:
         """Tell the engine's counters at every scrape."""

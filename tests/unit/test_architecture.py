@@ -88,6 +88,7 @@ LEVELS = {
     ],
     "service": [
         "",
+        "histogram",
         "console logs strict problems metrics notify tracing",
         "schemas settings admission versions",
         "operations access flags listeners bodies",
