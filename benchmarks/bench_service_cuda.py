@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,6 +119,7 @@ class Bench:
 
     def __init__(self, served: Served, echo: Served, device: str, scale: float) -> None:
         self.served, self.echo, self.device, self.scale = served, echo, device, scale
+        self._seed = 0
         with EngramClient(served.urls["tcp"]) as client:
             self.info = client.info()
         geometry = self.info["geometry"]
@@ -153,7 +155,7 @@ class Bench:
                     url = self.echo.urls["tcp" if way == "tcp" else "unix"]
                     turns = Turns(
                         echo=kind(url, self.device, x.numel() * 2),
-                        apply=lambda x=x, out=out: session.apply(self.layers[0], x, 0, out=out),
+                        apply=partial(session.apply, self.layers[0], x, 0, out=out),
                     )
                     turns.take(int((1500 if tokens < 100 else 150) * self.scale))
                     times = {name: quantiles(each) for name, each in turns.times.items()}
@@ -267,7 +269,8 @@ class Bench:
     def _added(
         self, client: EngramClient, pool: ThreadPoolExecutor, output: str, sequences: int
     ) -> list[float]:
-        rng = np.random.default_rng(3)
+        self._seed += 1  # other ids each time: every kv is missing
+        rng = np.random.default_rng((3, self._seed))
         sessions = [client.open_session() for _ in range(sequences)]
         first, second = self.layers
         x, y = self.residual(sequences), self.residual(sequences)
@@ -278,11 +281,10 @@ class Bench:
             ids = rng.integers(0, self.vocabulary, (sequences, 1))
             pushed = [Segment(s, token_ids=i) for s, i in zip(sessions, ids, strict=True)]
             if output == "residual":
-                seconds.append(self._step_residual(client, pool, (first, second), pushed, x, y))
+                took = self._step_residual(client, pool, (first, second), pushed, (x, y))
             else:
-                seconds.append(
-                    self._step_ahead(client, pool, (output, first, second), pushed, outs)
-                )
+                took = self._step_ahead(client, (output, first, second), pushed, outs)
+            seconds.append(took)
         for session in sessions:
             session.close()
         return seconds[3:]
@@ -306,10 +308,10 @@ class Bench:
         pool: ThreadPoolExecutor,
         layers: tuple[int, int],
         pushed: list[Segment],
-        x: torch.Tensor,
-        y: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor],
     ) -> float:
         """Ids are pushed in the background; each layer's residual goes when it is there."""
+        x, y = tensors
         known = time.perf_counter()
         push = pool.submit(client.step, pushed, layers, "none")
         added = 0.0
@@ -325,7 +327,6 @@ class Bench:
     def _step_ahead(
         self,
         client: EngramClient,
-        pool: ThreadPoolExecutor,
         what: tuple[str, int, int],
         pushed: list[Segment],
         outs: list[torch.Tensor],
@@ -421,9 +422,8 @@ def print_all(found: dict[str, Any]) -> None:
     if "one_sequence" in found:
         one = found["one_sequence"]
         print(f"\none sequence, kv miss, TCP, us: {row(one['step'])}, echo {row(one['echo'])}")
-        print(
-            f"  compute {one['compute']}, by (echo + compute) {one['by_anchor']}; {one['stages']}"
-        )
+        print(f"  compute {one['compute']}, by (echo + compute) {one['by_anchor']}")
+        print(f"  stages {one['stages']}")
     if "throughput" in found:
         print(f"\nkv misses, tokens/s: {found['throughput']}")
     if "prefill" in found:
