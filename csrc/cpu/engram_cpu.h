@@ -17,7 +17,7 @@ extern "C" {
 
 int32_t engram_cpu_abi_version(void);
 
-// What runs here: "avx2", "baseline", ...
+// What runs here: "avx512", "avx2" or "baseline".
 const char* engram_cpu_target(void);
 
 // out = h + sigmoid(signed sqrt of the normalised dot of h and key) * value, per stream.

@@ -12,6 +12,7 @@ extern "C" int32_t engram_cpu_abi_version(void) { return ENGRAM_CPU_ABI_VERSION;
 extern "C" const char* engram_cpu_target(void) {
 #if ENGRAM_HAS_CLONES
   __builtin_cpu_init();
+  if (ENGRAM_HAS_V4) return "avx512";
   return __builtin_cpu_supports("avx2") ? "avx2" : "baseline";
 #else
   return "baseline";
@@ -30,8 +31,9 @@ extern "C" int32_t engram_cpu_keys(const engram_cpu_keys_params* params) {
     for (int32_t n = 0; n < p.max_ngram_size; ++n) {
       const int64_t at = p.position + t - n;
       // From the first dead position, or the start, on everything older is padding.
-      const int32_t id =
-          is_blocked || at < 0 ? DEAD : p.ids[p.starts[at / ENGRAM_CPU_PAGE] + at % ENGRAM_CPU_PAGE];
+      const int32_t id = is_blocked || at < 0
+                             ? DEAD
+                             : p.ids[p.starts[at / ENGRAM_CPU_PAGE] + at % ENGRAM_CPU_PAGE];
       is_blocked = id == DEAD;
       key[2 + n] = is_blocked ? p.pad_id : id;
       if (n == 0) p.is_dead[t] = is_blocked;
