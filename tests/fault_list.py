@@ -322,8 +322,8 @@ FAULTS = (
     fault(
         "cpu-keys-blocking-not-sticky",
         "csrc/cpu/keys.cc",
-        "is_blocked || at < 0 ? DEAD",
-        "at < 0 ? DEAD",
+        "const int32_t id = is_blocked || at < 0\n",
+        "const int32_t id = at < 0\n",
         f"{CPU}::test_keys_are_those_of_the_arrays",
     ),
     fault(
@@ -649,7 +649,7 @@ FAULTS = (
     fault(
         "client-gates-dead-positions",
         "engram_client/local.py",
-        "if dead is None else dead.numpy()",
+        "if dead is None else dead.cpu().numpy()",
         "",
         "tests/unit/test_local.py",
     ),
