@@ -62,7 +62,8 @@ class Connection:
             raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
         self._socket.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(self._socket, 0)
+        self._poll.register(self._socket, _READ)
+        self._polled = _READ
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
 
     def is_usable(self) -> bool:
@@ -170,7 +171,9 @@ class Connection:
                 return False
 
     def _wait(self, events: int, seconds: float) -> int:
-        self._poll.modify(self._socket, events)
+        if events != self._polled:
+            self._poll.modify(self._socket, events)
+            self._polled = events
         ready = self._poll.poll(max(0.0, seconds) * 1000)
         return ready[0][1] if ready else 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,11 +112,12 @@ class Exchange:
         self._num_reopened = 0
 
     def _once(self, replica: int, request: Request) -> Effects[Response]:
-        """Send one request to one address. Raises ConnectionLost, EngramProblem."""
+        """Send one request, made for this, to one address. Raises ConnectionLost, EngramProblem."""
         headers = list(request.headers)
         if self._identity is not None:
             headers.append((wire.TABLE, self._identity))
-        response: Response = yield replace(request, headers=headers, replica=replica)
+        request.headers, request.replica = headers, replica
+        response: Response = yield request
         if 200 <= response.status < 300:
             return response
         raise _refusal(response)

@@ -29,6 +29,7 @@ EXPECT_WAIT_S = 1.0
 
 _FIRST_READ_BYTES = 8 << 10
 _HEADERS = re.compile(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00\r\n]*)*")
+_HEADER = re.compile(r"\r\n([^:]+):[ \t]*((?:[^\r]*[^\r \t])?)")
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9])(?: [^\x00-\x08\x0a-\x1f\x7f]*)?")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[^\r\n]*)?\r\n")
 
@@ -256,21 +257,30 @@ def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
     Raises BadAnswer: a malformed or folded line, a repeated header, too many of them.
     """
     text = head.decode("latin-1")
-    first, *lines = text.split("\r\n")
+    first = text.partition("\r\n")[0]
     matched = _STATUS.fullmatch(first)
-    if matched is None or len(lines) > MAX_HEADERS or not _HEADERS.fullmatch(text, len(first)):
-        raise BadAnswer(f"not an HTTP/1.1 answer of at most {MAX_HEADERS} headers: {text[:80]!r}")
+    if matched is None or not _HEADERS.fullmatch(text, len(first)):
+        raise BadAnswer(f"not an HTTP/1.1 answer: {text[:80]!r}")
+    pairs = _HEADER.findall(text, len(first))
+    if len(pairs) > MAX_HEADERS:
+        raise BadAnswer(f"an answer of {len(pairs)} headers, expected at most {MAX_HEADERS}")
+    headers = dict(pairs)
+    if len(headers) == len(pairs) and "".join(headers).islower():
+        return int(matched[1]), headers  # as our service sends them: each once, in lower case
+    return int(matched[1]), _merged(pairs)
+
+
+def _merged(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        name, value = name.lower(), value.strip(" \t")
+    for name, value in pairs:
+        name = name.lower()
         if name not in headers:
             headers[name] = value
         elif name in ("content-length", "transfer-encoding"):
             raise BadAnswer(f"{name} twice")
         else:
             headers[name] += f", {value}"
-    return int(matched[1]), headers
+    return headers
 
 
 def content_length(status: int, headers: Mapping[str, str]) -> int:
