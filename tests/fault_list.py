@@ -38,6 +38,9 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 
 HASHING = "engram_core/hashing.py"
+HOST_MEMORY = "tests/unit/test_host_memory.py"
+PINNED = "tests/service/test_pinned_bodies.py"
+SHM = "tests/service/test_shm.py"
 QUANT = "engram_core/quant.py"
 GATE = "engram_core/backends/gate.py"
 REFERENCE = "engram_core/backends/reference.py"
@@ -695,6 +698,77 @@ FAULTS = (
         "return is_negative ? prime - 1 - static_cast<int64_t>(rest)",
         "return is_negative ? -static_cast<int64_t>(rest)",
         NATIVE,
+    ),
+    fault(
+        "piece-that-nobody-keeps",
+        "engram_core/host_memory.py",
+        "            piece = np.frombuffer(self._memory[start : start + num_bytes], np.uint8)\n",
+        "            whole = np.asarray(self._memory)\n"
+        "            piece = whole[start : start + num_bytes]\n",
+        f"{HOST_MEMORY}::test_whatever_refers_to_a_part_keeps_the_whole",
+    ),
+    fault(
+        "piece-given-twice",
+        "engram_core/host_memory.py",
+        "        self._returned.append((start, size))\n",
+        "        self._returned.append((start, size + PAGE_BYTES))\n",
+        HOST_MEMORY,
+    ),
+    fault(
+        "answers-made-anywhere",
+        "engram_core/dispatch.py",
+        "        self._memory = backend.host_memory\n",
+        "        self._memory = __import__('engram_core.host_memory').host_memory.PlainMemory()\n",
+        PINNED,
+    ),
+    fault(
+        "shared-tables-checked-where-they-lie",
+        "service/steps.py",
+        "    if not is_shared:\n",
+        "    if is_shared is not None:\n",
+        f"{SHM}::test_what_was_checked_is_what_is_used",
+    ),
+    fault(
+        "shared-size-not-sealed",
+        "service/shm.py",
+        "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL",
+        "_SEALS = fcntl.F_SEAL_GROW",
+        f"{SHM}::test_nobody_can_change_a_region_s_size",
+    ),
+    fault(
+        "shared-place-unchecked",
+        "service/shm.py",
+        "offset + num_bytes > self.num_bytes:",
+        "offset > self.num_bytes:",
+        f"{SHM}::test_a_place_outside_the_region_is_refused",
+    ),
+    fault(
+        "shared-with-every-key",
+        "service/shm.py",
+        "    if region is None or region.tenant != tenant:\n",
+        "    if region is None:\n",
+        f"{SHM}::test_a_region_is_its_key_s_alone",
+    ),
+    fault(
+        "shared-pages-left-to-the-client",
+        "service/shm.py",
+        "            mapped.madvise(mmap.MADV_REMOVE)\n",
+        "            pass\n",
+        f"{SHM}::test_a_region_ends_with_its_connection_and_takes_its_pages_along",
+    ),
+    fault(
+        "shared-room-not-counted",
+        "service/shm.py",
+        "            if self._used_bytes + size > self.total_bytes:\n",
+        "            if size > self.total_bytes:\n",
+        f"{SHM}::test_no_room_for_more_regions_is_told_and_given_back",
+    ),
+    fault(
+        "shared-region-outlives-its-connection",
+        "service/transport.py",
+        "        self.region = None\n        if self._exchange",
+        "        if self._exchange",
+        f"{SHM}::test_a_region_ends_with_its_connection_and_takes_its_pages_along",
     ),
     fault(
         "csrc-no-floor-under-the-input-scale",
