@@ -16,7 +16,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,13 @@ class Region:
         if request.method == "POST":
             headers.append((wire.SHARED_BODY, f"0,{at}"))
         # The sink is filled from here; what comes over the socket is the answer's small parts.
-        return replace(request, headers=headers, body=(), sink=None)
+        return Request(
+            request.method,
+            request.target,
+            headers,
+            max_answer_bytes=request.max_answer_bytes,
+            replica=request.replica,
+        )
 
     def _pin(self) -> None:
         """Let this process's GPU copy here at full speed, where its driver does that."""

@@ -198,16 +198,16 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     call.if_none_match = plain.get(b"if-none-match", b"").decode("latin-1")
     _check_media(operation, plain, has_body=not call.inbox.is_complete)
     check_table(call)
-    _find_shared(call, scope)
+    extensions: Any = scope.get("extensions") or {}
+    call.connection = extensions.get(CONNECTION, {}).get("connection")
+    find_shared(call)
 
 
-def _find_shared(call: Call, scope: Scope) -> None:
-    """Keep the connection, and what of its shared memory the request names.
+def find_shared(call: Call) -> None:
+    """Keep what of its connection's shared memory a request names.
 
     Raises BadRequest, SchemaError.
     """
-    extensions: Any = scope.get("extensions") or {}
-    call.connection = extensions.get(CONNECTION, {}).get("connection")
     body = call.headers.get(wire.SHARED_BODY.lower())
     answer = call.headers.get(wire.SHARED_ANSWER.lower())
     if body is None and answer is None:

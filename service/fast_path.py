@@ -25,7 +25,7 @@ from engram_core.engine_types import StepAnswer
 from engram_core.errors import EngramError, StepRefused
 from service import bodies, operations, problems
 from service.bodies import CONNECTION, Buffer, Headers, Inbox
-from service.calls import Call, check
+from service.calls import Call, check, find_shared
 from service.desk import GONE, Desk, answer_headers, request_id
 from service.operations import Operation
 from service.problems import RequestTimeout
@@ -139,13 +139,17 @@ class FastPath:
         if found is None:
             return None
         call, read = found
+        assert call.key is not None
+        call.connection = line
         try:
-            buffer = call.lease.buffer(call.inbox.length or 0, "the body")
+            find_shared(call)
+            buffer = call.shared_body()
+            if buffer is None:
+                buffer = call.lease.buffer(call.inbox.length or 0, "the body")
         except EngramError:
             call.close()
             return None
-        assert call.key is not None
-        call.connection, line.tenant = line, call.key.name
+        line.tenant = call.key.name
         self._state.enter()
         return Exchange(self, head, line, call, read, buffer)
 

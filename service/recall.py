@@ -29,7 +29,8 @@ _URL = re.compile(
 )
 _PLAIN = frozenset(
     b"host content-type content-length authorization user-agent accept accept-encoding connection "
-    b"expect x-engram-shape x-engram-dtype x-engram-table x-engram-owner".split()
+    b"expect x-engram-shape x-engram-dtype x-engram-table x-engram-owner "
+    b"x-engram-shared-body x-engram-shared-answer".split()
 )
 """Heads with other headers are not remembered: they may differ from request to request."""
 
@@ -87,7 +88,7 @@ class Recall:
     ) -> None:
         """Remember a head that was checked in full."""
         form = read.form if isinstance(read, SingleRead) else None
-        if form is None or call.key is None or call.shared is not None:
+        if form is None or call.key is None:
             return
         if not all(name in _PLAIN for name, _ in headers):
             return

@@ -195,6 +195,7 @@ class Shared:
         self._region = region
         self._answer = None if answer is None else region.part(answer, wire.SHARED_ANSWER)
         self.body = None if body is None else region.part(body, wire.SHARED_BODY).data
+        self._body_offset = "" if body is None else body.partition(",")[0]
 
     def answer_memory(self, otherwise: HostMemory) -> HostMemory:
         """Return where answers are made: in the place named as long as it lasts."""
@@ -205,6 +206,8 @@ class Shared:
         and the buffers that are sent: one range is left out."""
         if self._answer is None:
             return "", list(buffers)
+        if len(buffers) == 1 and buffers[0] is self.body:  # a residual, updated where it lay
+            return f"{self._body_offset},{len(self.body)},0", []
         start, sent = self._region.memory.__array_interface__["data"][0], list[Buffer]()
         offset, num_bytes, at = -1, 0, 0
         for buffer in buffers:

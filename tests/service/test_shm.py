@@ -83,7 +83,7 @@ class Line:
     def __init__(self, url: str, key: str = "", *, asks: bool = True) -> None:
         address = parse_address(url)
         bearer = f"Authorization: Bearer {key}\r\n" if key else ""
-        self.fixed = f"Host: localhost\r\n{bearer}X-Request-Id: same\r\n".encode()
+        self.fixed = f"Host: localhost\r\n{bearer}".encode()
         self.connection = Connection(address, self.fixed, None)
         self.region: client_shared.Region | None = None
         if asks:
@@ -167,7 +167,7 @@ def every_request(session_id: str) -> Iterator[Request]:
 
 def told(response: Response) -> dict[str, str]:
     """The headers that do not differ from time to time, or by the way."""
-    other = ("date", "server-timing", "content-length", "x-engram-shared-answer")
+    other = "date server-timing content-length x-request-id x-engram-shared-answer".split()
     return {name: value for name, value in response.headers.items() if name not in other}
 
 
@@ -469,6 +469,23 @@ def test_without_a_region_places_are_refused(
             return line.refused(empty(apply, (wire.SHARED_BODY, "0,512")))
 
     assert serve(shared_door, ask) == (400, "bad_request")
+
+
+def test_a_head_that_is_remembered_lends_nobody_a_region(
+    serve: Any, shared_door: InProcess, session_id: str
+) -> None:
+    apply = post(f"/v1/sessions/{session_id}/layers/1/residual?position=0", residual(4))
+
+    def ask(url: str) -> None:
+        with Line(url) as line, Line(url) as second, Line(url, asks=False) as other:
+            first = bytes(line.share(apply).body)
+            assert [bytes(each.share(apply).body) for each in (line, second)] == [first, first]
+            assert line.region is not None
+            placed = line.region.place(apply)
+            assert placed is not None
+            assert other.refused(placed) == (400, "bad_request")
+
+    serve(shared_door, ask)
 
 
 def test_a_body_in_both_places_is_refused(
