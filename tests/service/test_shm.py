@@ -167,7 +167,7 @@ def every_request(session_id: str) -> Iterator[Request]:
 
 def told(response: Response) -> dict[str, str]:
     """The headers that do not differ from time to time, or by the way."""
-    other = "date server-timing content-length x-request-id x-engram-shared-answer".split()
+    other = ["date", "server-timing", "content-length", "x-request-id", "x-engram-shared-answer"]
     return {name: value for name, value in response.headers.items() if name not in other}
 
 
