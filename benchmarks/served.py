@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ class Served:
 
     def __init__(self, arguments: list[str]) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ENGRAM_")}
+        said = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-X", "faulthandler", *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=said,
             text=True,
             env=environment,
             cwd=ROOT,
@@ -37,7 +39,9 @@ class Served:
                 if len(self.urls) == 2:
                     break
         else:
-            raise SystemExit(f"{arguments}: ended with status {self._process.wait()}")
+            status = self._process.wait()
+            said.seek(0)
+            raise SystemExit(f"{said.read()[-4000:]}\n{arguments}: ended with status {status}")
         # Whatever else it says is read, so that it never waits for us.
         threading.Thread(target=self._process.stdout.read, daemon=True).start()
 
