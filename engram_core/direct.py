@@ -35,11 +35,12 @@ class OneRead(NamedTuple):
 
 
 class OneAnswer(NamedTuple):
-    """The session's state, and the seconds that the gate took."""
+    """The session's state, which positions are dead (a byte each), the seconds of the gate."""
 
     length: int
     base: int
     epoch: int
+    dead: bytes
     gate_s: float
 
 
@@ -85,7 +86,7 @@ class DirectReads:
             layer.gate(slots, read.residual, is_f32=read.is_f32)
         gate_s = time.perf_counter() - begun_s
         self._note(count, gate_s, call_soon)
-        return OneAnswer(spot.length, spot.base, spot.epoch, gate_s)
+        return OneAnswer(spot.length, spot.base, spot.epoch, layer.dead(count), gate_s)
 
     def _note(
         self, count: int, gate_s: float, call_soon: Callable[[Callable[[], None]], object]

@@ -620,6 +620,21 @@ FAULTS = (
         "    if told is None:\n",
         "tests/service/test_opentelemetry.py",
     ),
+    fault(
+        "plain-step-forgets-the-epoch",
+        "service/rpc/steps.py",
+        "        plain.epoch,\n",
+        "        EPOCH_OPENED,\n",
+        "tests/service/test_rpc_plain.py",
+    ),
+    fault(
+        "plain-step-keeps-what-it-admitted",
+        "service/rpc/steps.py",
+        "        lease.reduce(lease.num_bytes - before)\n",
+        "",
+        "tests/service/test_rpc.py::test_stored_size_of_an_answer_is_admitted",
+        "tests/service/test_rpc_plain.py",
+    ),
     # ------------------------------------------------------------------ the client
     fault(
         "client-forgets-the-epoch",

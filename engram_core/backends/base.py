@@ -60,6 +60,9 @@ class NearRead(Protocol):
         ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
         """
 
+    def dead(self, count: int) -> bytes:
+        """Return the dead flags of the positions that `keys` was called for last."""
+
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
         """Gate the positions that `keys` was called for last, in place.
 

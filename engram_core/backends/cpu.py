@@ -215,6 +215,10 @@ class CpuNearRead:
         width = self._width
         return [bytes(self._view[i : i + width]) for i in range(0, count * width, width)]
 
+    def dead(self, count: int) -> bytes:
+        """Return dead flags (see `NearRead.dead`)."""
+        return self._dead.raw[:count]
+
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
         """Gate in place (see `NearRead.gate`). Raises Internal: no such slots."""
         params = self._of_gate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -92,12 +92,62 @@ async def write(context: Context, raw: bytes) -> None:
         async with asyncio.timeout(GRACE_S + len(raw) / MIN_BYTES_PER_S):
             await context.write(raw)
     except TimeoutError:
-        raise RequestTimeout(
-            "the answer was taken too slowly",
-            expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
-        ) from None
+        raise _too_slow() from None
     except (aio.InternalError, aio.UsageError):
         raise ClientGoneError from None
+
+
+class Pace:
+    """Watches a stream's writes, one at a time, as `write` does a single one.
+
+    There is one timer for all of them, at most: one for each costs 9 us (docs/notes/grpc.md).
+    late: told of a write that is not taken in time
+    """
+
+    def __init__(self, late: Callable[[RequestTimeout], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._late = late
+        self._end_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def write(self, context: Context, raw: bytes) -> None:
+        """Send a message. Raises ClientGoneError."""
+        end_s = self._loop.time() + GRACE_S + len(raw) / MIN_BYTES_PER_S
+        self._end_s = end_s
+        if self._timer is None or self._timer.when() > end_s:
+            self._set(end_s)
+        try:
+            await context.write(raw)
+        except (aio.InternalError, aio.UsageError):
+            raise ClientGoneError from None
+        finally:
+            self._end_s = None
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set(self, end_s: float) -> None:
+        self.close()
+        self._timer = self._loop.call_at(end_s, self._look)
+
+    def _look(self) -> None:
+        """See whether the write of now is late; the one that set the timer may be long over."""
+        self._timer = None
+        if self._end_s is None:
+            return
+        if self._loop.time() >= self._end_s:
+            self._late(_too_slow())
+        else:
+            self._set(self._end_s)
+
+
+def _too_slow() -> RequestTimeout:
+    return RequestTimeout(
+        "the answer was taken too slowly",
+        expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
+    )
 
 
 async def refuse(context: Context, error: EngramError) -> NoReturn:

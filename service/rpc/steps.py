@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
+from ctypes import addressof, c_char
+from typing import NamedTuple
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from engram_client import wire
 from engram_client.proto import engram_pb2 as pb
 from engram_client.wire import TensorView
-from engram_core.engine_types import StepAnswer
+from engram_core.direct import OneRead
+from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, StepAnswer
+from engram_core.geometry import Geometry
 from service import steps
 from service.calls import Call
 from service.rpc import messages
+from service.state import Model
+
+_PLAIN = {
+    "count": ("num_tokens", "I32", 4),
+    "position": ("position", "I64", 8),
+    "session_id": ("session_id", "I64", 8),
+    "epoch": ("epoch", "I64", 8),
+}
+"""The tensors of one segment beside its residual: what they tell, dtype, bytes. The epoch may be
+left out."""
 
 
 class StepWork:
-    """A step that the engine has begun. future: brings what is read."""
+    """A step that the engine has begun. future: brings what is read; None: it is there already."""
 
     def __init__(self, call: Call, message: pb.StepRequest) -> None:
         """Check the step, admit its answer, ask the engine. Raises what a step is refused for.
@@ -22,10 +40,20 @@ class StepWork:
         Nothing of `message` is kept: a residual is updated in the one copy of its bytes, which lies
         where the backend wants it.
         """
-        model = call.state.check_open()
-        options = messages.options_of(message, call, model)
         self._call = call
         self._request_id: int = message.request_id
+        self._views: Mapping[str, TensorView] | None = None
+        self.future: Future[StepAnswer] | None = None
+        model = call.state.check_open()
+        plain = _plain_of(message, model.checkpoint.geometry, model.limits.near_tokens)
+        if plain is not None:
+            self._views = _read_at_once(plain, call, model)
+        if self._views is None:
+            self._begin(message, model)
+
+    def _begin(self, message: pb.StepRequest, model: Model) -> None:
+        call = self._call
+        options = messages.options_of(message, call, model)
         views = messages.views_of(message)
         if (residual := views.get("residual")) is not None:
             copy = call.lease.buffer(residual.data.nbytes, "the answer")
@@ -35,9 +63,97 @@ class StepWork:
         specs = steps.answer_specs(self._request, model)
         specs = {name: spec for name, spec in specs.items() if not name.startswith("residual")}
         call.lease.add(sum(map(wire.num_bytes, specs.values())), "the answer")
-        self.future: Future[StepAnswer] = model.engine.step(call.tenant, self._request)
+        self.future = model.engine.step(call.tenant, self._request)
 
-    def reply(self, answer: StepAnswer) -> pb.StepReply:
-        """Return the message of an answer."""
-        self._call.stages.update(answer.stages)
-        return messages.step_reply(self._request_id, steps.answer_views(self._request, answer))
+    def reply(self) -> pb.StepReply:
+        """Return the message of the answer. Raises what the step is refused for."""
+        views = self._views
+        if views is None:
+            assert self.future is not None
+            answer = self.future.result()
+            self._call.stages.update(answer.stages)
+            views = steps.answer_views(self._request, answer)
+        return messages.step_reply(self._request_id, views)
+
+
+class _Plain(NamedTuple):
+    """A step of one segment that updates a residual and pushes nothing."""
+
+    session_id: int
+    position: int
+    num_tokens: int
+    epoch: int
+    layer: int
+    dtype: str
+    shape: tuple[int, ...]
+    residual: bytes
+
+
+def _plain_of(message: pb.StepRequest, geometry: Geometry, most_tokens: int) -> _Plain | None:
+    """Read a plain step without the tensors' general form (docs/notes/grpc.md).
+
+    None: it is another or larger, or something is wrong with it, which the general way says.
+    """
+    tensors, layers = message.tensors, message.layers
+    if message.output != pb.OUTPUT_RESIDUAL or message.stored or message.truncate:
+        return None
+    if len(layers) != 1 or layers[0] not in geometry.layer_ids or message.wait_ms > MAX_WAIT_MS:
+        return None
+    if "residual" not in tensors or len(tensors) != 4 + ("epoch" in tensors):
+        return None
+    numbers = {"epoch": EPOCH_OPENED}
+    for name, (told, dtype, width) in _PLAIN.items():
+        if name in tensors:
+            tensor = tensors[name]
+            if tensor.dtype != dtype or tensor.shape != [1] or len(tensor.data) != width:
+                return None
+            if len(UnknownFieldSet(tensor)):
+                return None
+            numbers[told] = int.from_bytes(tensor.data, "little", signed=True)
+    if len(numbers) != 4 or numbers["epoch"] < EPOCH_OPENED:
+        return None
+    tensor, count = tensors["residual"], numbers["num_tokens"]
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    if dtype not in ("BF16", "F32") or len(UnknownFieldSet(tensor)):
+        return None
+    if not 0 < count <= most_tokens or shape != (count, geometry.hc_mult, geometry.dim):
+        return None
+    data = tensor.data
+    if len(data) != wire.num_bytes((dtype, shape)):
+        return None
+    return _Plain(**numbers, layer=layers[0], dtype=dtype, shape=shape, residual=data)
+
+
+def _read_at_once(plain: _Plain, call: Call, model: Model) -> Mapping[str, TensorView] | None:
+    """Update a residual that the engine can update here and now; None: nothing was changed."""
+    begun = time.perf_counter()
+    lease, count = call.lease, plain.num_tokens
+    before = lease.num_bytes
+    copy = lease.buffer(len(plain.residual), "the answer")
+    lease.add(16 + count, "the answer")
+    copy[:] = plain.residual
+    read = OneRead(
+        plain.session_id,
+        plain.position,
+        count,
+        plain.epoch,
+        model.checkpoint.geometry.layer_index(plain.layer),
+        addressof(c_char.from_buffer(copy)),
+        plain.dtype == "F32",
+    )
+    answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
+    if answer is None:
+        lease.reduce(lease.num_bytes - before)
+        return None
+    call.stages["check"] = time.perf_counter() - begun - answer.gate_s
+    call.stages["gate"] = answer.gate_s
+    return {
+        "length": _number(answer.length),
+        "epoch": _number(answer.epoch),
+        "dead": TensorView("U8", (count,), memoryview(answer.dead)),
+        f"residual.{plain.layer}": TensorView(plain.dtype, plain.shape, copy),
+    }
+
+
+def _number(value: int) -> TensorView:
+    return TensorView("I64", (1,), memoryview(value.to_bytes(8, "little", signed=True)))

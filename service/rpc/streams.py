@@ -18,7 +18,7 @@ from service import operations, problems
 from service.bodies import ClientGoneError
 from service.calls import Call
 from service.desk import GONE, Desk
-from service.problems import RequestTimeout, Unauthenticated
+from service.problems import Unauthenticated
 from service.rpc import calls, messages
 from service.rpc.calls import Context
 from service.rpc.steps import StepWork
@@ -86,6 +86,7 @@ class _Stream:
         assert task is not None
         self._task = task
         self._reason: EngramError | None = None
+        self._pace = calls.Pace(self.end)
 
     @property
     def tenant(self) -> str:
@@ -110,9 +111,11 @@ class _Stream:
             writer.cancel()
             if self._reason is None:
                 raise
+            await asyncio.wait({writer})  # the end of a stream is a write, and one goes at a time
             # gRPC cannot cut a stream: it holds its bytes until the client takes them or is gone.
             await calls.refuse(self._context, self._reason)
         finally:
+            self._pace.close()
             for exchange in list(self._open):
                 self._end(exchange, GONE, 0)
 
@@ -141,9 +144,11 @@ class _Stream:
             exchange.work = StepWork(exchange.call, message)
         except Exception as error:
             exchange.error = error
+        future = exchange.work.future if exchange.work else None
+        if future is None:
             self._done.put_nowait(exchange)
         else:
-            exchange.work.future.add_done_callback(partial(self._completed, exchange))
+            future.add_done_callback(partial(self._completed, exchange))
 
     def _next_call(self, num_bytes: int) -> Call:
         head = self._head
@@ -165,10 +170,7 @@ class _Stream:
             code, status, raw = self._reply(exchange)
             exchange.call.sent_bytes = len(raw)
             try:
-                await calls.write(self._context, raw)
-            except RequestTimeout as late:
-                self.end(late)
-                return
+                await self._pace.write(self._context, raw)
             except ClientGoneError:
                 self._task.cancel()
                 return
@@ -181,7 +183,7 @@ class _Stream:
             if exchange.error is not None:
                 raise exchange.error
             assert exchange.work is not None
-            reply = exchange.work.reply(exchange.work.future.result())
+            reply = exchange.work.reply()
         except Exception as error:
             code, refusal = self._desk.refusal(exchange.call, error)
             reply = messages.refused_reply(exchange.request_id, refusal)
@@ -191,7 +193,7 @@ class _Stream:
     def _end(self, exchange: _Exchange, code: str, status: int) -> None:
         """Give back what a step held."""
         self._open.discard(exchange)
-        if exchange.work is not None:
+        if exchange.work is not None and exchange.work.future is not None:
             exchange.work.future.cancel()
         exchange.call.close()
         self._state.leave()

@@ -92,7 +92,9 @@ async def step(call: Call, message: pb.StepRequest) -> pb.StepReply:
     """Make one step."""
     work = StepWork(call, message)
     del message
-    return work.reply(await asyncio.wrap_future(work.future))
+    if work.future is not None:
+        await asyncio.wrap_future(work.future)
+    return work.reply()
 
 
 VERBS: Mapping[str, Verb] = {

@@ -383,21 +383,49 @@ def test_client_that_leaves_frees_what_it_held(
     rpc.state.model.engine.close_session("", session_id)
 
 
-@pytest.mark.parametrize("method", ["Step", "Stream"])
+def leave_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is sent from now on nothing is taken in time."""
+    monkeypatch.setattr("service.rpc.unary.SMALL_BODY_BYTES", 0)
+    monkeypatch.setattr("service.rpc.calls.GRACE_S", 0.0)
+    monkeypatch.setattr("service.rpc.calls.MIN_BYTES_PER_S", 1e15)
+
+
+def test_stream_whose_answers_are_not_taken_is_ended(
+    make_rpc: Callable[..., Rpc], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends steps and reads no answer, until what is on its way holds no more."""
+    rpc = make_rpc()
+    session_id = rpc.open()
+    rpc.push(session_id, 0, [1] * 64)
+    message = step_message("kv", tensors=segment(session_id, 0, 64)).SerializeToString()
+    streams = rpc.server._streams._streams
+    leave_no_time(monkeypatch)
+
+    async def ask() -> str:
+        call = rpc.channel.stream_stream(f"/{NAME}/Stream")(iter([message] * 640))
+        await until(lambda: streams)
+        await until(lambda: not streams)
+        with pytest.raises(aio.AioRpcError) as told:
+            assert len([answer async for answer in call]) < 640
+        await until(lambda: not rpc.state.pool_bytes and not rpc.state.num_active)
+        return str(told.value.code().name)
+
+    assert rpc.http.runner.run(ask()) == "DEADLINE_EXCEEDED"
+    rpc.state.model.engine.close_session("", session_id)
+
+
 def test_answer_that_is_not_taken_ends_the_call(
-    make_rpc: Callable[..., Rpc], monkeypatch: pytest.MonkeyPatch, method: str
+    make_rpc: Callable[..., Rpc], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no time at all to take it, no client takes it in time."""
     rpc = make_rpc()
     session_id = rpc.open()
     rpc.push(session_id, 0, [1] * 64)
     message = step_message("kv", tensors=segment(session_id, 0, 64)).SerializeToString()
-    monkeypatch.setattr("service.rpc.unary.SMALL_BODY_BYTES", 0)
-    monkeypatch.setattr("service.rpc.calls.GRACE_S", 0.0)
-    monkeypatch.setattr("service.rpc.calls.MIN_BYTES_PER_S", 1e15)
+    leave_no_time(monkeypatch)
 
     async def ask() -> str:
-        call = rpc.channel.stream_stream(f"/{NAME}/{method}")(iter([message]))
+        call = rpc.channel.stream_stream(f"/{NAME}/Step")(iter([message]))
         with pytest.raises(aio.AioRpcError) as told:
             assert not [answer async for answer in call]
         await until(lambda: not rpc.state.pool_bytes and not rpc.state.num_active)

@@ -1,0 +1,168 @@
+"""A plain residual step on a stream is answered in integers: with the bytes of the general way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engram_client.proto import engram_pb2 as pb
+from engram_core.backends import cpu
+from service.app import create_app
+from service.loading import load_model
+from service.settings import Settings
+from tests.native.host_library import build_cpu_library
+from tests.service.door import InProcess
+from tests.service.rpc_client import Rpc, refusal_of, step_message, tensors_of
+
+
+@pytest.fixture(scope="module")
+def attached(
+    official_dir: Path,
+    settings: Settings,
+    runner: asyncio.Runner,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Rpc, Any]]:
+    """A door over an engine of its own, which the loop's thread may read for itself."""
+    threads = torch.get_num_threads()
+    library = build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "find_library", lambda: library)
+        model = load_model(official_dir, settings, lambda *_: None)
+    app = create_app(settings.model_copy(update={"grpc_port": 0}), model)
+    rpc = Rpc(InProcess(app, runner)).start()
+
+    async def attach() -> None:
+        model.engine.attach(asyncio.get_running_loop().call_soon)
+
+    runner.run(attach())
+    yield rpc, model.engine
+    rpc.stop()
+    model.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def session(attached: tuple[Rpc, Any]) -> int:
+    """Twelve positions, two of them dead; the kv of the first eight is in the store."""
+    rpc, engine = attached
+    session_id = rpc.open()
+    mask = [True] * 12
+    mask[2] = mask[3] = False
+    rpc.push(session_id, 0, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], mask=mask, ahead=False)
+    rpc.stream([message(session_id, 0, 8)])
+    assert engine.drain(30)
+    return session_id
+
+
+def message(
+    session_id: int, position: int, count: int, dtype: Any = torch.bfloat16, **more: Any
+) -> pb.StepRequest:
+    generator = torch.Generator().manual_seed(position)
+    residual = torch.randn((count, 2, 64), generator=generator).to(dtype)
+    tensors = {
+        "count": np.array([count], np.int32),
+        "position": np.array([position]),
+        "session_id": np.array([session_id]),
+        "residual": residual,
+        **more.pop("tensors", {}),
+    }
+    return step_message("residual", tensors=tensors, layers=[1], **more)
+
+
+def both_ways(
+    attached: tuple[Rpc, Any], asked: pb.StepRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[pb.StepReply, pb.StepReply, int]:
+    """The plain way's answer and the general one's; how many direct reads there were."""
+    rpc, engine = attached
+    before = engine.counters["near_batches"]
+    (plain,) = rpc.stream([asked])
+    num_direct = engine.counters["near_batches"] - before
+    with monkeypatch.context() as patch:
+        patch.setattr("service.rpc.steps._plain_of", lambda *_: None)
+        (general,) = rpc.stream([asked])
+    return plain, general, int(num_direct)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 8), (1, 4), (7, 1)])
+@pytest.mark.parametrize("epoch", [{}, {"epoch": np.array([-1])}])
+def test_both_ways_give_the_same_message(
+    attached: tuple[Rpc, Any],
+    session: int,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any,
+    position: int,
+    count: int,
+    epoch: dict[str, Any],
+) -> None:
+    asked = message(session, position, count, dtype, tensors=epoch)
+    monkeypatch.setattr(type(attached[1]), "step", lambda *_: pytest.fail("the general way"))
+    (plain,) = attached[0].stream([asked])
+    monkeypatch.undo()
+    _, general, num_direct = both_ways(attached, asked, monkeypatch)
+    assert num_direct == 1
+    assert tensors_of(plain) == tensors_of(general)
+    assert set(tensors_of(plain)) == {"length", "epoch", "dead", "residual.1"}
+
+
+def test_kv_that_is_not_in_the_store_takes_the_general_way(
+    attached: tuple[Rpc, Any], session: int
+) -> None:
+    rpc, engine = attached
+    misses = engine.counters["kv_misses"]
+    (reply,) = rpc.stream([message(session, 10, 2)])
+    assert set(tensors_of(reply)) == {"length", "epoch", "dead", "residual.1"}
+    assert engine.counters["kv_misses"] == misses + 2
+    assert rpc.state.pool_bytes == 0, "what the plain way had admitted is given back"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"tensors": {"epoch": np.array([77])}}, "stale_epoch"),
+        ({"tensors": {"epoch": np.array([-2])}}, "schema"),
+        ({"tensors": {"session_id": np.array([1])}}, "unknown_session"),
+        ({"tensors": {"position": np.array([11])}}, "not_pushed"),
+        ({"tensors": {"position": np.array([-1])}}, "schema"),
+        ({"tensors": {"count": np.array([3], np.int32)}}, "bad_tensor"),
+        ({"tensors": {"count": np.array([2])}}, "bad_tensor"),
+        ({"tensors": {"position": np.array([0, 0])}}, "bad_tensor"),
+        ({"tensors": {"residual": torch.ones((2, 2, 32))}}, "bad_tensor"),
+        ({"tensors": {"residual": torch.ones((2, 2, 64), dtype=torch.float16)}}, "bad_tensor"),
+        ({"tensors": {"mask": np.array([1, 1], np.uint8)}}, "schema"),
+        ({"stored": True}, "schema"),
+        ({"wait_ms": 1001}, "schema"),
+    ],
+)
+def test_what_is_wrong_is_refused_as_the_general_way_does(
+    attached: tuple[Rpc, Any],
+    session: int,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    code: str,
+) -> None:
+    asked = message(session, 0, 2, **changes)
+    plain, general, num_direct = both_ways(attached, asked, monkeypatch)
+    assert refusal_of(plain.problem) == refusal_of(general.problem)
+    assert plain.problem.code == code
+    assert num_direct == 0
+
+
+def test_unknown_field_of_a_tensor_is_refused(attached: tuple[Rpc, Any], session: int) -> None:
+    asked = message(session, 0, 2)
+    asked.tensors["count"].MergeFromString(b"\x78\x01")
+    (reply,) = attached[0].stream([asked])
+    assert reply.problem.code == "schema"
+
+
+def test_unary_step_takes_the_same_way(attached: tuple[Rpc, Any], session: int) -> None:
+    rpc, _ = attached
+    asked = message(session, 0, 2)
+    (streamed,) = rpc.stream([asked])
+    assert tensors_of(rpc.call("Step", asked)) == tensors_of(streamed)
