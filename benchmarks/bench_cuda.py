@@ -502,20 +502,16 @@ def wall_of(bench: Bench, backend: CudaBackend, tokens: int, parts: set[str]) ->
     measured = {}
     gates, use = backend._gates, backend._graphs
     if "graphs" in parts:
-        mapped, way = gates.mapped_tokens, gates.way
+        mapped = gates.mapped_tokens
         decided = [tokens <= 64 and bool(gates._graphs[0][0][tokens])]
         decided.append(use is not None and use.has_miss(tokens))
-        for name, most, how in (
-            ("mapped", 1 << 30, way),
-            ("copied", 0, abi.WAY_COPIED),
-            ("written", 0, abi.WAY_WRITTEN),
-        ):
-            gates.mapped_tokens, gates.way = most, how
+        for name, most in (("mapped", 1 << 30), ("copied", 0)):
+            gates.mapped_tokens = most
             if use is not None and tokens <= 64:
                 use.hits([tokens], False)
             if tokens <= 1024 or name != "mapped":
                 measured[f"hit wall {name}"] = wall_us(partial(hit, residual), tokens)
-        gates.mapped_tokens, gates.way = mapped, way
+        gates.mapped_tokens = mapped
         if use is not None and tokens <= 64:
             for name, on in (("launched", False), ("graph", True)):
                 use.hits([tokens], on)

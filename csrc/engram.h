@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define ENGRAM_ABI_VERSION 3
+#define ENGRAM_ABI_VERSION 4
 #define ENGRAM_MAX_NGRAM 8
 #define ENGRAM_MAX_HASH_COLS 64
 #define ENGRAM_INLINE_TOKENS 64 /* windows and slots of so many travel inside the launch */
@@ -46,7 +46,9 @@ typedef enum {
   ENGRAM_Q6_K = 14,
   ENGRAM_BF16 = 30,
   ENGRAM_MXFP4 = 39,
-  ENGRAM_E4M3_E8M0_32 = 1000 /* e4m3 codes, one e8m0 scale per 32 of them */
+  ENGRAM_E8M0_E4M3_32 = 64,   /* blocks of an e8m0 scale and 32 e4m3 codes */
+  ENGRAM_E4M3_E8M0_32 = 1000, /* e4m3 codes, one e8m0 scale per 32 of them */
+  ENGRAM_E4M3_F32_32 = 1001   /* the same with float scales */
 } engram_format;
 
 typedef void* engram_stream; /* a cudaStream_t */
@@ -119,7 +121,8 @@ typedef struct {
   int32_t head_dim; /* values a row */
   int64_t num_rows;
   const uint8_t* codes;  /* [num_rows, row_bytes]; row_bytes without scales if scales is set */
-  const uint8_t* scales; /* [num_rows, head_dim / 32], or NULL: inside the row */
+  const uint8_t* scales; /* [num_rows, head_dim / 32], or NULL: inside the row, behind the codes.
+                          * E4M3_E8M0_32 and E4M3_F32_32 alone; float ones at multiples of 4 */
 } engram_table;
 
 typedef struct {
@@ -195,7 +198,7 @@ int64_t engram_arranged_bytes(int32_t format, int64_t out_features,
                               int64_t in_features); /* or -1 */
 
 typedef struct {
-  int32_t format; /* E4M3_E8M0_32 with scales of 32 x 32, or Q2_K */
+  int32_t format; /* E4M3_E8M0_32 with scales of 32 x 32, Q8_0, Q2_K, Q3_K or Q4_K */
   int64_t out_features, in_features;
   const uint8_t* codes;
   const uint8_t* scales;
@@ -207,9 +210,16 @@ typedef struct {
 
 engram_status engram_arrange(const engram_arrange_params* params);
 
+/* Two kernels over the same arranged bytes, the same bits. */
+typedef enum {
+  ENGRAM_STORED_MMA = 0,  /* mma.sync: every architecture */
+  ENGRAM_STORED_WGMMA = 1 /* compute capability 9.0, else ENGRAM_UNSUPPORTED */
+} engram_stored_form;
+
 typedef struct {
   engram_project_params project; /* wkv: what engram_arrange wrote */
   int32_t format;
+  int32_t form; /* engram_stored_form */
 } engram_project_stored_params;
 
 engram_status engram_project_stored(const engram_project_stored_params* params);
@@ -283,10 +293,11 @@ engram_status engram_replay(const engram_replay_params* params, const int64_t* s
 
 /* A piece of a residual on its way through the device. */
 typedef struct {
-  void* device; /* of piece_tokens, f32 */
+  void* device; /* of ENGRAM_INLINE_TOKENS, f32 */
   void* stage;  /* host, pinned: the same */
-  engram_stream stream;
-  engram_event done;
+  engram_stream stream; /* of a worker's pieces */
+  engram_event arrived, computed;
+  engram_event done[2]; /* the second: of the upper half of device and stage */
 } engram_lane;
 
 /* Threads that copy between pageable memory and the lanes' stages. */
@@ -296,19 +307,19 @@ engram_status engram_workers_destroy(engram_workers* workers);
 
 typedef enum {
   ENGRAM_WAY_MAPPED = 0, /* the kernel reads and writes host memory in place: no lanes */
-  ENGRAM_WAY_COPIED = 1, /* pieces are copied up, gated, and copied down */
-  ENGRAM_WAY_WRITTEN = 2 /* pieces are copied up, and the kernel writes host memory in place */
+  ENGRAM_WAY_COPIED = 1  /* pieces are copied up, gated, and copied down */
 } engram_way;
 
 /* The gate between host buffers, and the wait for its end. */
 typedef struct {
-  engram_gate_params gate; /* kv, qk, sizes, and the stream of mapped launches and graphs */
+  engram_gate_params gate; /* kv, qk, sizes, and the stream of gates between pinned buffers */
   int32_t way;             /* engram_way */
   int32_t is_pageable; /* residual or out is no pinned memory: through the lanes' stages, copied by
                         * the workers (one piece: by the calling thread, in place in its stage) */
-  int64_t piece_tokens;
+  int64_t piece_tokens; /* the largest piece; of pageable memory half a lane at most */
   int32_t num_lanes;
-  const engram_lane* lanes; /* host */
+  const engram_lane* lanes;       /* host */
+  engram_stream upload, download; /* of pieces between pinned buffers */
   engram_workers* workers;
   const engram_projections* projections;
   const engram_graph* graphs; /* host [ENGRAM_INLINE_TOKENS + 1], by T: NULL there, or altogether:

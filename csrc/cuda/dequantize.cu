@@ -45,8 +45,8 @@ engram_status engram_dequantize(const engram_dequantize_params* params) {
   ENGRAM_REQUIRE(params->num_rows >= 0 && params->rows_per_scale >= 1,
                  "dequantize: expected num_rows >= 0 and rows_per_scale >= 1, got %lld and %d",
                  static_cast<long long>(params->num_rows), params->rows_per_scale);
-  ENGRAM_REQUIRE(params->format == ENGRAM_E4M3_E8M0_32 || params->scales == nullptr,
-                 "dequantize: expected scales only for E4M3_E8M0_32, got format %d",
+  ENGRAM_REQUIRE(scale_width(params->format) > 0 || params->scales == nullptr,
+                 "dequantize: expected scales only for E4M3_E8M0_32 and E4M3_F32_32, got format %d",
                  params->format);
   ENGRAM_REQUIRE(params->scales != nullptr || params->rows_per_scale == 1,
                  "dequantize: expected scales when rows share them, got NULL");

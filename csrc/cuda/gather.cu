@@ -176,8 +176,9 @@ static engram_status check_gather(const engram_gather_params& p) {
                  "gather: expected a known row format and a head_dim of whole quant blocks, "
                  "got format %d, head_dim %d",
                  p.table->format, p.table->head_dim);
-  ENGRAM_REQUIRE(p.table->scales == nullptr || p.table->format == ENGRAM_E4M3_E8M0_32,
-                 "gather: expected scales apart from codes only for E4M3_E8M0_32, got format %d",
+  ENGRAM_REQUIRE(p.table->scales == nullptr || scale_width(p.table->format) > 0,
+                 "gather: expected scales apart from codes only for E4M3_E8M0_32 and E4M3_F32_32, "
+                 "got format %d",
                  p.table->format);
   const bool is_hashed = p.windows != nullptr || p.descriptor != nullptr;
   ENGRAM_REQUIRE((p.windows != nullptr) + (p.hash_ids != nullptr) + (p.descriptor != nullptr) == 1,

@@ -50,8 +50,14 @@ bool visit_format(int32_t format, Visitor&& visitor) {
     case ENGRAM_MXFP4:
       visitor(Tag<MXFP4>{});
       return true;
+    case ENGRAM_E8M0_E4M3_32:
+      visitor(Tag<E4M3Block>{});
+      return true;
     case ENGRAM_E4M3_E8M0_32:
       visitor(Tag<E4M3>{});
+      return true;
+    case ENGRAM_E4M3_F32_32:
+      visitor(Tag<E4M3F32>{});
       return true;
     default:
       return false;
@@ -69,8 +75,14 @@ inline int64_t code_bytes(int32_t format, int64_t row_values) {
   return bytes;
 }
 
+// Bytes of a scale that lies behind the codes, or apart; 0: scales are inside the blocks.
+inline int64_t scale_width(int32_t format) {
+  if (format == ENGRAM_E4M3_E8M0_32) return E4M3::kScaleBytes;
+  return format == ENGRAM_E4M3_F32_32 ? E4M3F32::kScaleBytes : 0;
+}
+
 inline int64_t scale_bytes(int32_t format, int64_t row_values) {
-  return format == ENGRAM_E4M3_E8M0_32 ? row_values / 32 : 0;
+  return scale_width(format) * (row_values / 32);
 }
 
 inline int64_t row_bytes(int32_t format, int64_t row_values) {
@@ -78,14 +90,30 @@ inline int64_t row_bytes(int32_t format, int64_t row_values) {
   return codes < 0 ? -1 : codes + scale_bytes(format, row_values);
 }
 
-// Group g (eight values) of the row at `codes`; `scales` is the row's, used by E4M3 alone.
+// How far the scales of two blocks are apart, for formats that have them behind their codes.
+template <class Format>
+struct ScaleStep {
+  static constexpr int kBytes = 0;
+};
+
+template <>
+struct ScaleStep<E4M3> {
+  static constexpr int kBytes = E4M3::kScaleBytes;
+};
+
+template <>
+struct ScaleStep<E4M3F32> {
+  static constexpr int kBytes = E4M3F32::kScaleBytes;
+};
+
+// Group g (eight values) of the row at `codes`; `scales` is the row's.
 template <class Format>
 ENGRAM_HD typename Format::Group load_row_group(const uint8_t* codes, const uint8_t* scales,
                                                 int group) {
   constexpr int kGroups = Format::kBlockValues / 8;
   const int block = group / kGroups;
   return Format::load_group(codes + static_cast<int64_t>(block) * Format::kBlockBytes,
-                            scales + block, group % kGroups);
+                            scales + block * ScaleStep<Format>::kBytes, group % kGroups);
 }
 
 template <class Format>

@@ -314,9 +314,9 @@ class _Loader:
 
 
 def _wkv_encoding(tensor: TensorSource) -> str:
-    """Its name in `quant`; FP8 with float32 scales has none and goes through the host."""
-    has_powers = tensor.scale is not None and tensor.scale.type == "F8_E8M0"
-    return "E4M3_E8M0_32" if has_powers else tensor.type
+    if tensor.scale is None:
+        return tensor.type
+    return "E4M3_E8M0_32" if tensor.scale.type == "F8_E8M0" else "E4M3_F32_32"
 
 
 def _wkv_bytes(tensor: TensorSource, geometry: Geometry) -> int:

@@ -59,13 +59,14 @@ class Sizes:
 
     chunk_tokens: of one projection; cublasLt is 24 % slower in chunks of 256 than of 2048
     spare_sms: left free by projections, so that an urgent gate does not wait for their end
-    lane_tokens: of one piece of kv or rows; num_lanes: pieces of a gate in flight
+    lane_tokens: of one piece of kv or rows
+    num_lanes: pieces of a gate in flight, and threads that copy pageable residuals
     """
 
     chunk_tokens: int = 2048
     spare_sms: int = 8
     lane_tokens: int = 128
-    num_lanes: int = 8
+    num_lanes: int = 16
 
 
 class CudaBackend:

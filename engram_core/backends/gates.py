@@ -47,7 +47,6 @@ class HostGates:
         device_index: int,
     ) -> None:
         self.mapped_tokens = mapped_tokens
-        self.way = abi.WAY_COPIED
         self._num_lanes = num_lanes
         self._native = engram.native
         self._projections = projections
@@ -57,11 +56,18 @@ class HostGates:
             self._lanes = (abi.Lane * num_lanes)()
             for lane in self._lanes:
                 device, stage = DeviceBuffer(native, piece_bytes), PinnedBuffer(native, piece_bytes)
-                carrier, done = Stream(native, is_urgent=True), Event(native)
-                for part in (device, stage, carrier, done):
+                carrier, events = Stream(native, is_urgent=True), [Event(native) for _ in range(4)]
+                for part in (device, stage, carrier):
                     made.callback(part.close)
+                for event in events:
+                    made.callback(event.close)
                 lane.device, lane.stage = device.address, stage.address
-                lane.stream, lane.done = carrier.handle, done.handle
+                lane.stream = carrier.handle
+                lane.arrived, lane.computed = events[0].handle, events[1].handle
+                lane.done[:] = [event.handle for event in events[2:]]
+            self._link = [Stream(native, is_urgent=True) for _ in range(2)]
+            for direction in self._link:
+                made.callback(direction.close)
             threads = min(num_lanes, os.cpu_count() or 1) - 1
             self._workers = native.make("workers_create", threads, device_index)
             made.callback(native.workers_destroy, self._workers)
@@ -84,6 +90,7 @@ class HostGates:
         params = abi.GateHost()
         params.gate = gate
         params.num_lanes, params.lanes = self._num_lanes, self._lanes
+        params.upload, params.download = (direction.handle for direction in self._link)
         params.workers = self._workers
         params.projections = pointer(self._projections.abi)
         params.graphs = cast(graphs, POINTER(c_void_p))
@@ -115,27 +122,20 @@ class HostGates:
         addresses = address_of(slots), address_of(dead), residual.data_ptr(), out.data_ptr()
         is_small = count <= INLINE_TOKENS and bool(self._graphs[layer_index][is_f32][count])
         is_mapped = is_small or count <= self.mapped_tokens
-        params.way = abi.WAY_MAPPED if is_mapped else self.way
+        params.way = abi.WAY_MAPPED if is_mapped else abi.WAY_COPIED
         params.is_pageable = not is_pinned
-        params.piece_tokens = self._piece_tokens(count, is_mapped=is_mapped, is_pinned=is_pinned)
+        params.piece_tokens = self._piece_tokens(count, is_pinned=is_pinned)
         if is_mapped:
             self._native.gate_host(reference, *addresses, count)
             return
         with self._shares.measure(params, observer):
             self._native.gate_host(reference, *addresses, count)
 
-    def _piece_tokens(self, count: int, *, is_mapped: bool, is_pinned: bool) -> int:
-        """Small enough that the link is busy both ways soon, large enough to outlast its launches;
-        pageable memory in as many pieces as there are lanes."""
-        if not is_pinned:
-            if count <= _ALONE_TOKENS:
-                return INLINE_TOKENS
-            return min(INLINE_TOKENS, max(4, -(-count // self._num_lanes)))
-        if is_mapped:
+    def _piece_tokens(self, count: int, *, is_pinned: bool) -> int:
+        """Largest piece; of pageable memory small enough that every lane gets some."""
+        if is_pinned or count <= _ALONE_TOKENS:
             return INLINE_TOKENS
-        if count <= 128:
-            return 16
-        return 32 if count <= 2048 else INLINE_TOKENS
+        return min(INLINE_TOKENS // 2, max(4, -(-count // self._num_lanes)))
 
     def close(self) -> None:
         """End the threads, free the lanes."""

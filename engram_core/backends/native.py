@@ -28,7 +28,7 @@ from typing import Any
 
 from engram_core.errors import BadTensor, CheckpointError, EngramError, Internal
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_NGRAM = 8
 MAX_HASH_COLS = 64
 INLINE_TOKENS = 64
@@ -45,13 +45,16 @@ FORMATS = {
     "Q5_K": 13,
     "Q6_K": 14,
     "MXFP4": 39,
+    "E8M0_E4M3_32": 64,
     "E4M3_E8M0_32": 1000,
+    "E4M3_F32_32": 1001,
 }
 """Row formats the kernels read: name in `quant` -> engram_format."""
 
 OUT_BF16, OUT_REQUANTIZED, OUT_STORED = 0, 1, 2
+STORED_MMA, STORED_WGMMA = 0, 1
 
-WAY_MAPPED, WAY_COPIED, WAY_WRITTEN = 0, 1, 2
+WAY_MAPPED, WAY_COPIED = 0, 1
 
 _LIBRARY = "libengram_cuda.so"
 _OK, _INVALID, _CUDA_ERROR, _UNSUPPORTED, _TIMEOUT, _IO_ERROR, _CANCELLED = range(7)
@@ -154,9 +157,9 @@ class Arrange(Structure):
 
 
 class ProjectStored(Structure):
-    """engram_project_stored_params. project.wkv: what `arrange` wrote"""
+    """engram_project_stored_params. project.wkv: what `arrange` wrote; form: STORED_*"""
 
-    _fields_ = (("project", Project), ("format", i32))
+    _fields_ = (("project", Project), ("format", i32), ("form", i32))
 
 
 class Scatter(Structure):
@@ -227,7 +230,10 @@ class Replay(Structure):
 class Lane(Structure):
     """engram_lane."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("device", "stage", "stream", "done"))
+    _fields_ = (
+        *((name, c_void_p) for name in ("device", "stage", "stream", "arrived", "computed")),
+        ("done", c_void_p * 2),
+    )
 
 
 class GateHost(Structure):
@@ -240,7 +246,7 @@ class GateHost(Structure):
         ("piece_tokens", i64),
         ("num_lanes", i32),
         ("lanes", POINTER(Lane)),
-        ("workers", c_void_p),
+        *((name, c_void_p) for name in ("upload", "download", "workers")),
         ("projections", POINTER(Projections)),
         ("graphs", POINTER(c_void_p)),
         ("descriptor", c_void_p),

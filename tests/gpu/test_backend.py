@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram_core.backends import native as abi
+from engram_core.backends.base import Unobserved
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Device, Native, cublaslt_candidates
 from engram_core.errors import BadTensor, RowOutOfRange, TooManyTokens
@@ -135,7 +136,6 @@ def test_kv_has_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("count", [1, 16, 17, 64, 65, 100, 101, 350, 1000])
 @pytest.mark.parametrize("is_pinned", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("way", [abi.WAY_COPIED, abi.WAY_WRITTEN])
 def test_the_gate_gives_the_same_bits_by_every_way_in_and_out(
     served: Served,
     windows: np.ndarray,
@@ -143,9 +143,7 @@ def test_the_gate_gives_the_same_bits_by_every_way_in_and_out(
     count: int,
     is_pinned: bool,
     in_place: bool,
-    way: int,
 ) -> None:
-    served.backend._gates.way = way
     slots, dead = np.arange(count), np.zeros(count, np.bool_)
     dead[::5] = True
     served.backend.project(0, slots, windows=windows[:count])
@@ -264,6 +262,44 @@ def test_gates_may_run_beside_projections_into_other_slots(
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+class Heard:
+    """A `StageObserver` that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.lates: dict[str, list[float]] = {}
+
+    def part(self, stage: str, seconds: float) -> None:
+        self.parts[stage] = self.parts.get(stage, 0.0) + seconds
+
+    def late(self, stage: str, seconds: float) -> None:
+        self.lates.setdefault(stage, []).append(seconds)
+
+
+def test_an_observer_is_told_the_stages_of_the_device(served: Served, windows: np.ndarray) -> None:
+    heard = Heard()
+    slots, dead = np.arange(350), np.zeros(350, np.bool_)
+    residual = torch.randn((350, 4, 1024))
+    served.backend.observer = heard
+    try:
+        for _ in range(40):
+            served.backend.project(0, slots, windows=windows[:350])
+            served.backend.synchronize()
+        assert set(heard.lates) == {"hash_gather", "wkv"}
+        assert all(0 < seconds < 1 for some in heard.lates.values() for seconds in some)
+        begin = time.perf_counter()
+        for _ in range(5):
+            served.backend.gate(0, slots, dead, residual, residual)
+        seconds = time.perf_counter() - begin
+        assert set(heard.parts) == {"h2d", "d2h"}
+        assert 0 < sum(heard.parts.values()) < seconds
+        heard.parts.clear()
+        served.backend.gate(0, slots[:9], dead[:9], residual[:9], residual[:9])
+        assert not heard.parts  # in place: no copies to tell
+    finally:
+        served.backend.observer = Unobserved()
 
 
 def test_two_payloads_in_turn_never_mix(served: Served, windows: np.ndarray) -> None:

@@ -89,13 +89,16 @@ def test_other_row_lengths(arrays: Arrays, name: str, head_dim: int) -> None:
     assert same_bits(gather(arrays, table, ids), expected(name, rows, ids))
 
 
+@pytest.mark.parametrize("name", [FP8, "E4M3_F32_32"])
 @pytest.mark.parametrize("num_tokens", [3, 300])
-def test_scales_apart_from_codes_give_the_same_rows(arrays: Arrays, num_tokens: int) -> None:
-    rows = random_rows(FP8, 500, 256, seed=3)
+def test_scales_apart_from_codes_give_the_same_rows(
+    arrays: Arrays, name: str, num_tokens: int
+) -> None:
+    rows = random_rows(name, 500, 256, seed=3)
     ids = np.random.default_rng(1).integers(0, 500, (num_tokens, 24))
-    table = table_of(arrays, FP8, rows, is_split=True)
-    assert same_bits(gather(arrays, table, ids), expected(FP8, rows, ids))
-    stored = gather(arrays, table, ids, output=abi.OUT_STORED, row_bytes=264)
+    table = table_of(arrays, name, rows, is_split=True)
+    assert same_bits(gather(arrays, table, ids), expected(name, rows, ids))
+    stored = gather(arrays, table, ids, output=abi.OUT_STORED, row_bytes=rows.shape[1])
     assert np.array_equal(stored.numpy(), rows[ids])
 
 

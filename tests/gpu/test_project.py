@@ -165,11 +165,15 @@ def test_stored_weights_become_the_bits_of_the_definition(arrays: Arrays, name: 
     assert same_bits(got, to_bf16(form.dequantize(stored)))
 
 
-def test_fp8_weights_share_a_scale_over_32_rows(arrays: Arrays) -> None:
+@pytest.mark.parametrize("has_powers", [True, False])
+def test_fp8_weights_share_a_scale_over_32_rows(arrays: Arrays, has_powers: bool) -> None:
     rng = np.random.default_rng(6)
     codes = rng.integers(0, 256, (96, 512), dtype=np.uint8)
     scales = rng.integers(0, 256, (3, 16), dtype=np.uint8)
-    got = dequantize(arrays, abi.FORMATS["E4M3_E8M0_32"], codes, (96, 512), scales)
+    name = "E4M3_E8M0_32"
+    if not has_powers:
+        scales, name = rng.standard_normal((3, 16)).astype(np.float32), "E4M3_F32_32"
+    got = dequantize(arrays, abi.FORMATS[name], codes, (96, 512), scales)
     assert same_bits(got, to_bf16(dequantize_fp8_matrix(codes, scales)))
 
 

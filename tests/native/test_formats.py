@@ -11,7 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends.engram_v41 import require_encoding
 from engram_core.backends.native import FORMATS, Hash
+from engram_core.errors import CheckpointError
 from engram_core.geometry import EngramHashTables
 from engram_core.hashing import hash_windows
 from engram_core.quant import QUANT_GROUP, dequantize_fp8_matrix, requantize, row_format, to_bf16
@@ -30,7 +32,7 @@ def dequantize(
 ) -> NDArray[np.float32]:
     """Rows through the C headers; scales apart from the codes where given."""
     form = FORMATS[name]
-    tail = codes[:, values:] if name == "E4M3_E8M0_32" and scales is None else codes
+    tail = codes[:, values:] if name.startswith("E4M3_") and scales is None else codes
     tail = tail if scales is None else scales
     out = np.empty((len(codes), values), np.float32)
     status = host.host_dequantize(
@@ -88,6 +90,30 @@ def test_every_e4m3_code_meets_every_scale(host: ctypes.CDLL) -> None:
     assert same_bits(dequantize(host, "E4M3_E8M0_32", rows, 256), want)
     apart = dequantize(host, "E4M3_E8M0_32", codes, 256, np.ascontiguousarray(scales))
     assert same_bits(apart, want)
+
+
+def test_float_scales_apart_give_the_same_rows(host: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(4)
+    rows = rng.integers(0, 256, (500, 288), dtype=np.uint8)
+    apart = dequantize(
+        host,
+        "E4M3_F32_32",
+        np.ascontiguousarray(rows[:, :256]),
+        256,
+        np.ascontiguousarray(rows[:, 256:]),
+    )
+    assert same_bits(apart, row_format("E4M3_F32_32").dequantize(rows))
+
+
+@pytest.mark.parametrize("encoding", ["Q4_0", "Q8_K", "IQ2_XS"])
+def test_a_row_format_without_kernels_is_refused_by_name(encoding: str) -> None:
+    with pytest.raises(CheckpointError, match=f"does not read {encoding} rows; use device cpu"):
+        require_encoding(encoding)
+
+
+def test_every_format_of_floats_and_e4m3_has_kernels() -> None:
+    for name in ("F32", "F16", "BF16", "E4M3_E8M0_32", "E4M3_F32_32", "E8M0_E4M3_32"):
+        require_encoding(name)
 
 
 def test_a_matrix_with_scales_of_32_rows_decodes_alike(host: ctypes.CDLL) -> None:
