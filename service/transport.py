@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from typing import Any
 
 import httptools
@@ -104,6 +105,8 @@ class Connection(HttpToolsProtocol):
     _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
     _head_bytes = 0
+    _packet = b""  # what is parsed now
+    _behind_upgrade = b""  # what of it the parser has left
 
     @property
     def default_headers(self) -> Headers:
@@ -176,7 +179,12 @@ class Connection(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        self._packet = data
         super().data_received(data)
+        while self._behind_upgrade and not self.transport.is_closing():
+            self._packet, self._behind_upgrade = self._behind_upgrade, b""
+            super().data_received(self._packet)
+        self._packet = b""
         if self.transport.is_closing():
             return
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -187,6 +195,12 @@ class Connection(HttpToolsProtocol):
             self.cycle is None or self.cycle.response_complete
         ):
             self._watch_idle()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Stay with HTTP/1.1: what the packet holds behind the wish is the next request."""
+        wish = sys.exception()
+        assert isinstance(wish, httptools.HttpParserUpgrade)
+        self._behind_upgrade = self._packet[wish.args[0] :]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

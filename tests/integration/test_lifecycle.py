@@ -78,7 +78,7 @@ def test_taken_port_is_named(small_gguf: Path, server: Server) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 def test_absent_gpu_is_told(small_gguf: Path) -> None:
-    assert "CUDA" in told(serve(str(small_gguf), "--device", "cuda:0"))
+    assert "device cuda:0 cannot be used" in told(serve(str(small_gguf), "--device", "cuda:0"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -11,7 +11,7 @@ from service import bodies, transport
 from service.transport import MAX_HEAD_BYTES, Connection
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess
-from tests.service.talk import Ask, Talk, Wire, talk_to
+from tests.service.talk import Ask, Talk, Wire, read_answer, talk_to
 
 LIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 OPEN = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -107,6 +107,29 @@ def _at_once(connection: Connection) -> None:
 def test_upgrade_without_a_body_is_not_done_and_the_request_is_answered(ask: Ask) -> None:
     upgrade = LIVE[:-2] + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
     assert ask(say(upgrade)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("times", [1, 3, 2000])
+def test_requests_behind_an_upgrade_in_one_packet_are_answered(ask: Ask, times: int) -> None:
+    upgrade = LIVE[:-2] + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(upgrade * times + LIVE)
+        return b"".join([await read_answer(reader) for _ in range(times + 1)])
+
+    assert ask(talk).count(b"HTTP/1.1 200") == times + 1
+
+
+def test_half_a_request_behind_an_upgrade_is_completed_by_the_next_packet(ask: Ask) -> None:
+    upgrade = LIVE[:-2] + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(upgrade + LIVE[:9])
+        first = await read_answer(reader)
+        writer.write(LIVE[9:])
+        return first + await read_answer(reader)
+
+    assert ask(talk).count(b"HTTP/1.1 200") == 2
 
 
 def test_request_before_the_last_one_of_a_pipeline_is_told_when_the_peer_is_gone(
