@@ -318,7 +318,23 @@ def test_a_service_has_no_more_than_it_needs(profile: str) -> None:
     assert all(volume["read_only"] for volume in service["volumes"])
     assert "privileged" not in service
     assert service["ports"] == ["127.0.0.1:8321:8321"]
-    assert service["deploy"]["restart_policy"]["condition"] == "on-failure"
+    assert service["deploy"]["restart_policy"] == {"condition": "on-failure", "delay": "15s"}
+
+
+def test_compose_says_when_host_networking_is_worth_it() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    assert "`network_mode: host` instead of `ports`" in " ".join(text.replace("#", "").split())
+
+
+def test_dockerfile_leaves_the_work_to_the_scripts() -> None:
+    """Few lines, and each RUN is the compiler's installation or build.sh."""
+    text = (DOCKER / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) < 40
+    runs = [line for line in lines if line.startswith("RUN")]
+    assert [("g++" in line, "docker/build.sh c" in line) for line in runs] == [
+        (True, False), (False, True), (False, True)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("profile", PROFILES)
