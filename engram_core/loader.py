@@ -28,6 +28,7 @@ from engram_core.memory import (
     Needs,
     Placement,
     host_available_bytes,
+    host_swap_used_bytes,
     plan,
 )
 from engram_core.quant import to_bf16
@@ -113,7 +114,8 @@ def ledger_on_cpu(
     """
     budget = budget or Budget()
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    return plan(needs, memory or Memory(host_available_bytes()), placement, measured=measured)
+    memory = memory or Memory(host_available_bytes(), swap_used_bytes=host_swap_used_bytes())
+    return plan(needs, memory, placement, measured=measured)
 
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:

@@ -210,6 +210,12 @@ def host_available_bytes(
     return max(0, available)
 
 
+def host_swap_used_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Read how much of the swap is in use; 0 where there is none."""
+    kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
+    return 1024 * max(0, int(kib.get("SwapTotal:", 0)) - int(kib.get("SwapFree:", 0)))
+
+
 def _candidates(memory: Memory, placement: str) -> Sequence[Placement]:
     """Placements to try, fastest first."""
     if memory.has_device_pool:

@@ -36,6 +36,7 @@ from engram_core.memory import (
     Placement,
     check,
     host_available_bytes,
+    host_swap_used_bytes,
     plan,
 )
 from engram_core.quant import to_bf16
@@ -330,6 +331,7 @@ def _memory(device: abi.Device) -> Memory:
         host_available_bytes(),
         device_free_bytes=None if device.integrated else int(device.free_bytes),
         integrated=bool(device.integrated),
+        swap_used_bytes=host_swap_used_bytes(),
     )
 
 

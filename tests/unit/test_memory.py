@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from engram_core.errors import MemoryShort
-from engram_core.memory import Memory, Needs, Placement, Pool, check, host_available_bytes, plan
+from engram_core.memory import (
+    Memory,
+    Needs,
+    Placement,
+    Pool,
+    check,
+    host_available_bytes,
+    host_swap_used_bytes,
+    plan,
+)
 
 GIB = 1 << 30
 
@@ -62,6 +71,15 @@ def test_pinned_host_memory_is_no_option_on_a_part_with_shared_memory() -> None:
 def test_swap_in_use_is_noted() -> None:
     ledger = plan(needs(1), Memory(50 * GIB, swap_used_bytes=3 * GIB))
     assert ledger.table()[-1] == "note: 3.0 GiB of swap are in use"
+
+
+def test_swap_in_use_is_read(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nSwapTotal:  8 kB\nSwapFree:  5 kB\nHugePages_Total: 0\n")
+    assert host_swap_used_bytes(meminfo) == 3 * 1024
+    meminfo.write_text("MemTotal: 9 kB\n")
+    assert host_swap_used_bytes(meminfo) == 0
+    assert host_swap_used_bytes() >= 0
 
 
 @pytest.mark.parametrize("gib", [30.04, 39.34, 91.55, 2.86])
