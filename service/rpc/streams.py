@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -169,11 +170,13 @@ class _Stream:
         while (exchange := await self._done.get()) is not None:
             code, status, raw = self._reply(exchange)
             exchange.call.sent_bytes = len(raw)
+            begun = time.perf_counter()
             try:
                 await self._pace.write(self._context, raw)
             except ClientGoneError:
                 self._task.cancel()
                 return
+            exchange.call.stages["send"] = time.perf_counter() - begun
             self._end(exchange, code, status)
             self._room.release()
 

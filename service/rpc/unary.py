@@ -7,6 +7,7 @@ anything of a message is taken in, and its bytes are given back only when the an
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,12 +141,15 @@ class UnaryDoor:
         reply = await verb.answer(call, await _receive(call, verb, context))
         raw = reply.SerializeToString()
         call.sent_bytes = len(raw)
-        if len(raw) <= SMALL_BODY_BYTES:
-            await context.write(raw)
-            return
-        await context.send_initial_metadata(())
+        begun = time.perf_counter()
         try:
-            await calls.write(context, raw)
+            if len(raw) <= SMALL_BODY_BYTES:
+                await context.write(raw)
+            else:
+                await context.send_initial_metadata(())
+                await calls.write(context, raw)
+            if call.stages:
+                call.stages["send"] = time.perf_counter() - begun
         except RequestTimeout as late:
             # gRPC cannot cut a call: it holds its bytes until they are taken or the peer is gone.
             await calls.refuse(context, late)

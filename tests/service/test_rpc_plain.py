@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from service.loading import load_model
 from service.settings import Settings
 from tests.native.host_library import build_cpu_library
 from tests.service.door import InProcess
-from tests.service.rpc_client import Rpc, refusal_of, step_message, tensors_of
+from tests.service.rpc_client import Rpc, refusal_of, step_message, tensors_of, until
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,22 @@ def test_unary_step_takes_the_same_way(attached: tuple[Rpc, Any], session: int) 
     asked = message(session, 0, 2)
     (streamed,) = rpc.stream([asked])
     assert tensors_of(rpc.call("Step", asked)) == tensors_of(streamed)
+
+
+@pytest.mark.parametrize("method", ["Step", "Stream"])
+def test_sending_is_timed(attached: tuple[Rpc, Any], session: int, method: str) -> None:
+    rpc, _ = attached
+    asked = message(session, 0, 2)
+
+    def times() -> float:
+        text = rpc.state.metrics.exposition().decode()
+        found = re.search(r'engram_stage_seconds_count\{stage="send"\} (\S+)', text)
+        return float(found[1]) if found else 0.0
+
+    before = times()
+    if method == "Step":
+        rpc.call("Step", asked)
+    else:
+        rpc.stream([asked])
+    rpc.http.runner.run(until(lambda: not rpc.state.num_active))
+    assert times() == before + 1
