@@ -40,6 +40,7 @@ from engram_core.memory import (
     plan,
 )
 from engram_core.quant import to_bf16
+from engram_core.tables import DiskTable
 
 __all__ = ["CudaBackend", "EngramV41", "load", "plan_on_device"]
 
@@ -82,7 +83,8 @@ def load(
 
     cublasLt is compared with the chain here; `self_check` is the caller's, as for every backend.
 
-    device: "cuda" or "cuda:N"; placement: auto, device, or host (rows gathered from pinned memory)
+    device: "cuda" or "cuda:N"; placement: auto, device, host (rows gathered from pinned memory), or
+        disk (rows read into pinned memory for each launch)
     graphs: see `CudaBackend.capture_graphs`
 
     Raises: MemoryShort before the first byte; CheckpointError; Unsupported.
@@ -94,13 +96,7 @@ def load(
     for layer in checkpoint.layers:
         require_encoding(layer.table.encoding)
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    ledger = plan(needs, _memory(properties), placement, has_disk=False)
-    if ledger.placement is Placement.DISK:
-        raise SchemaError(
-            "placement: the CUDA backend takes device or host, got disk; use device cpu",
-            expected="device or host",
-            got="disk",
-        )
+    ledger = plan(needs, _memory(properties), placement)
     with ExitStack() as failed:
         loader = _Loader(native, progress)
         try:
@@ -145,7 +141,7 @@ def plan_on_device(
     native = Native()
     properties = native.device(_device_index(native, device))
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
-    return plan(needs, _memory(properties), placement, has_disk=False, measured=measured)
+    return plan(needs, _memory(properties), placement, measured=measured)
 
 
 def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs:
@@ -154,6 +150,8 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     residual_bytes = geometry.hc_mult * geometry.dim * 4
     lanes = sizes.num_lanes * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
     pinned = lanes + sizes.lane_tokens * 2 * geometry.kv_bytes
+    row_bytes = sum(layer.table.row_bytes + 8 for layer in checkpoint.layers)  # if on disk
+    pinned += (sizes.chunk_tokens + sizes.lane_tokens) * geometry.n_hash_cols * 2 * row_bytes
     pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
@@ -190,7 +188,11 @@ class _Loader:
         self, source: LayerSource, geometry: Geometry, ledger: Ledger, owner: ExitStack
     ) -> DeviceLayer:
         """Load one layer; `owner` frees it if a later one fails."""
-        parts = self._table(source, ledger, owner)
+        is_on_disk = ledger.placement is Placement.DISK
+        on_disk = DiskTable(source.table, geometry.head_dim) if is_on_disk else None
+        if on_disk is not None:
+            owner.callback(on_disk.close)
+        parts = [] if is_on_disk else self._table(source, ledger, owner)
         wkv, stored = self._wkv(source, geometry, owner)
         qk = (read_matrix(source.q) * read_matrix(source.k)).astype(np.float32)
         return DeviceLayer(
@@ -201,6 +203,7 @@ class _Loader:
             qk=self._upload(qk.view(np.uint8).reshape(-1), owner),
             requantize_input=source.requantize_input,
             stored=stored,
+            on_disk=on_disk,
         )
 
     def _table(

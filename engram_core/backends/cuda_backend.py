@@ -31,6 +31,7 @@ from engram_core.backends.base import StageObserver, Unobserved
 from engram_core.backends.choices import choose_graphs, choose_kernels, open_gemm
 from engram_core.backends.cuda_check import check_gate, check_projection
 from engram_core.backends.device import PinnedBuffer, Stream
+from engram_core.backends.disk_rows import DiskRows
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.gates import MAPPED_TOKENS, HostGates
 from engram_core.backends.graphs import Graphs, GraphUse
@@ -47,6 +48,7 @@ from engram_core.backends.staging import (
 from engram_core.backends.timing import ProjectionTimer
 from engram_core.errors import BadTensor, EngramError, Internal
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.hashing import hash_windows
 from engram_core.host_memory import HostMemory, PlainMemory
 
 _Owned = TypeVar("_Owned", Stream, ControlRing, Lane, HostGates, Projections, ProjectionTimer)
@@ -165,8 +167,9 @@ class CudaBackend:
         mode: auto (each class of batches is served by what is faster here, measured now), on (by
         graphs throughout) or off. `numerics` says which, or why there are none.
         """
-        if mode == "off" or not self.num_slots:
-            self._numerics["graphs"] = "off" if mode == "off" else "none: there are no kv slots"
+        if mode == "off" or not self.num_slots or any(self._disk_rows):
+            why = "rows are read from disk" if self.num_slots else "there are no kv slots"
+            self._numerics["graphs"] = "off" if mode == "off" else f"none: {why}"
             return
         self._select()
         streams = self._project_stream, self._urgent
@@ -191,17 +194,23 @@ class CudaBackend:
         require_rows(hash_ids, self._table_rows[layer_index])
         self._select()
         output = abi.OUT_STORED if stored else abi.OUT_BF16
+        disk = self._disk_rows[layer_index]
         for turn, piece in enumerate(pieces(len(hash_ids), self._sizes.lane_tokens)):
             lane = self._row_lanes[turn % len(self._row_lanes)]
             lane.finish()
-            (ids,) = self._row_control.send(self._row_stream, _flat(hash_ids[piece], np.int64))
-            to = self._place(lane, out[piece])
-            count = piece.stop - piece.start
-            self.engram.gather(
-                layer_index, count, to, self._row_stream, hash_ids=ids, output=output
-            )
-            self._row_control.release(self._row_stream)
-            lane.end(self._row_stream)
+            some, stream = _flat(hash_ids[piece], np.int64), self._row_stream
+            to, count = self._place(lane, out[piece]), len(some)
+            if disk is not None:
+                table, ids = disk.read(some), disk.places
+                self.engram.gather(
+                    layer_index, count, to, stream, hash_ids=ids, output=output, table=table
+                )
+                disk.release(stream)
+            else:
+                (ids,) = self._row_control.send(stream, some)
+                self.engram.gather(layer_index, count, to, stream, hash_ids=ids, output=output)
+                self._row_control.release(stream)
+            lane.end(stream)
         for lane in self._row_lanes:
             lane.finish()
 
@@ -356,6 +365,8 @@ class CudaBackend:
         self._row_control = keep(ControlRing(native, control_bytes, 3))
         self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(2)]
         self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
+        self._disk_rows = self._disk_readers(made, sizes.lane_tokens)
+        self._disk_projections = self._disk_readers(made, sizes.chunk_tokens)
         self._timer = keep(ProjectionTimer(native))
         self._projections = keep(Projections(native, self.num_slots))
         self._gates = keep(
@@ -368,6 +379,18 @@ class CudaBackend:
                 device_index=self._device_index,
             )
         )
+
+    def _disk_readers(self, made: ExitStack, max_tokens: int) -> list[DiskRows | None]:
+        """One a layer, None where its table lies in memory."""
+        readers: list[DiskRows | None] = []
+        for layer_index in range(self.geometry.num_layers):
+            table = self.engram.layer(layer_index).on_disk
+            reader = None
+            if table is not None:
+                reader = DiskRows(self._native, table, self.geometry.n_hash_cols, max_tokens)
+                made.callback(reader.close)
+            readers.append(reader)
+        return readers
 
     def _select(self) -> None:
         """Bind the calling thread to the device, once."""
@@ -385,18 +408,30 @@ class CudaBackend:
         is_timed: bool,
     ) -> None:
         stream, count = self._project_stream, len(slots)
+        disk, table = self._disk_projections[layer_index], None
+        if disk is not None:
+            if hash_ids is None:
+                assert windows is not None
+                hash_ids = hash_windows(windows, self.hash_tables, [layer_index])[:, 0]
+            table, windows = disk.read(hash_ids), None
         number = self._projections.begin()
         is_inline = fits_inline(count)
         first = int(slots[0])
         is_run = count > 1 and int(slots[-1]) - first == count - 1
         is_run = is_run and bool((np.diff(slots) == 1).all())
-        sent = [a for a in (windows, hash_ids) if a is not None]
-        if is_inline and windows is not None and windows.shape[1] <= 4:
+        sent, control = [a for a in (windows, hash_ids) if a is not None], self._project_control
+        is_sent = True
+        if disk is not None:
+            is_sent = not is_inline
+            sent_slots = [address_of(slots)] if is_inline else control.send(stream, slots)
+            places = [disk.places, *sent_slots]
+        elif is_inline and windows is not None and windows.shape[1] <= 4:
+            is_sent = False
             places = [address_of(windows), address_of(slots)]
         elif is_inline:
-            places = [*self._project_control.send(stream, *sent), address_of(slots)]
+            places = [*control.send(stream, *sent), address_of(slots)]
         else:
-            places = self._project_control.send(stream, *sent, slots)
+            places = control.send(stream, *sent, slots)
         if is_timed:
             self._timer.mark(0, stream)
         self.engram.rows_from_windows(
@@ -405,14 +440,17 @@ class CudaBackend:
             stream,
             windows=places[0] if windows is not None else 0,
             hash_ids=places[0] if hash_ids is not None else 0,
+            table=table,
         )
+        if disk is not None:
+            disk.release(stream)
         if is_timed:
             self._timer.mark(1, stream)
         self.engram.project(
             layer_index, count, stream, slots=places[1], first_slot=first if is_run else None
         )
-        if not (is_inline and windows is not None and windows.shape[1] <= 4):
-            self._project_control.release(stream)
+        if is_sent:
+            control.release(stream)
         if is_timed:
             self._timer.mark(2, stream)
         self._projections.end(number, stream, slots)

@@ -16,6 +16,7 @@ from engram_core.backends.native import Native, Unsupported
 from engram_core.backends.stored_wkv import BATCH_CLASSES, CHAIN, CUBLASLT, STORED, StoredWkv
 from engram_core.errors import BadTensor, CheckpointError, TooManyTokens
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.tables import Table
 
 ENGRAM_ROW_BYTES = 84
 """A Q2_K row of 256 values, the seed's row."""
@@ -36,6 +37,7 @@ class DeviceLayer:
     table_parts: codes (and scales); wkv: bfloat16 [out_features, in_features];
     qk: float32 [hc_mult, dim]; encoding: a name of `quant`
     stored: the same weights as stored, for up to 64 tokens, or the reason why there are none
+    on_disk: the table where it has no parts here; its rows are given to each launch
     """
 
     encoding: str
@@ -45,6 +47,7 @@ class DeviceLayer:
     qk: DeviceBuffer
     requantize_input: bool
     stored: StoredWkv | str = "wkv was not kept as stored"
+    on_disk: Table | None = None
 
 
 class EngramV41:
@@ -92,13 +95,15 @@ class EngramV41:
             format=abi.FORMATS[layer.encoding],
             head_dim=geometry.head_dim,
             num_rows=layer.num_rows,
-            codes=parts[0].address,
+            codes=parts[0].address if parts else 0,
             scales=parts[1].address if len(parts) > 1 else 0,
         )
         constants = hash_constants(self._hash_tables, index)
         self.native.hash_prepare(byref(constants), layer.num_rows)
         for buffer in (*parts, layer.wkv, layer.qk):
             self._owned.callback(buffer.close)
+        if layer.on_disk is not None:
+            self._owned.callback(layer.on_disk.close)
         if isinstance(layer.stored, StoredWkv):
             self._owned.callback(layer.stored.arranged.close)
         self._layers.append((layer, table, constants))
@@ -150,16 +155,17 @@ class EngramV41:
         descriptor: int = 0,
         slots_out: int = 0,
         output: int = abi.OUT_BF16,
+        table: abi.Table | None = None,
     ) -> None:
         """Rows of windows or ids into `out` (an address), dequantised or as stored.
 
         windows: host address up to INLINE_TOKENS tokens (and max_ngram_size <= 4), else device;
         hash_ids: device address; descriptor: of windows read when the launch runs, whose slots go
-        to slots_out (device)
+        to slots_out (device); table: to gather ids from instead of the layer's
         """
-        _, table, constants = self._layers[layer_index]
+        _, own, constants = self._layers[layer_index]
         params = abi.Gather(
-            table=pointer(table),
+            table=pointer(table or own),
             hash=pointer(constants),
             windows=windows,
             hash_ids=hash_ids,
@@ -183,6 +189,7 @@ class EngramV41:
         hash_ids: int = 0,
         descriptor: int = 0,
         slots_out: int = 0,
+        table: abi.Table | None = None,
     ) -> None:
         """Fill the rows workspace, re-quantised where the layer's wkv asks for it."""
         self.require_tokens(num_tokens)
@@ -198,6 +205,7 @@ class EngramV41:
             descriptor=descriptor,
             slots_out=slots_out,
             output=output,
+            table=table,
         )
 
     def rows_from_q2k(self, raw: int, num_rows: int, stream: Stream) -> None:

@@ -110,27 +110,34 @@ def serve_everything(
                 backend.gate(1, slots, dead, residual, torch.empty_like(residual))
                 native.count(f"gate {dtype} dim {dim} T {count}")
             native.count(f"project T {count} gemm {with_gemm}")
-    if dim < 256:
-        replay_everything(backend, native, hc_mult, dim)
     if with_cublaslt:
         backend.self_check()
     backend.close()
 
 
-def replay_everything(backend: CudaBackend, native: Counted, hc_mult: int, dim: int) -> None:
+def replay_everything(arrays: Arrays, native: Counted) -> None:
+    """Graphs of up to 17 tokens: every kernel that reads a descriptor, chain and gates."""
+    tables = hash_tables(50, num_layers=2, num_heads=2)
+    geometry = geometry_of(tables, dim=64, hc_mult=2)
+    layers = [
+        device_layer(arrays, random_layer(geometry, seed=index, layer_index=index))
+        for index in range(2)
+    ]
+    sizes = Sizes(chunk_tokens=17, lane_tokens=17, num_lanes=2)
+    backend = CudaBackend(native, geometry, tables, layers, 40, sizes=sizes)
     backend.capture_graphs("on")
     print("graphs:", backend.numerics["graphs"], flush=True)
-    for count in (1, 8, 13, 64):
+    for count in (1, 8, 13, 17):
         windows, slots = random_windows(count, seed=count), np.arange(count)
-        dead = slots % 5 == 2
         for layer_index in (0, 1):
             backend.project(layer_index, slots, windows=windows)
             for dtype in (torch.bfloat16, torch.float32):
-                size = count * hc_mult * dim * dtype.itemsize
-                residual = backend.host_buffer(size).view(dtype).view(count, hc_mult, dim)
-                residual.copy_(torch.randn((count, hc_mult, dim)).to(dtype))
-                backend.gate(layer_index, slots, dead, residual, residual)
-        native.count(f"graphs of projection and gates dim {dim} T {count}")
+                buffer = backend.host_buffer(count * 2 * 64 * dtype.itemsize)
+                residual = buffer.view(dtype).view(count, 2, 64)
+                residual.copy_(torch.randn((count, 2, 64)).to(dtype))
+                backend.gate(layer_index, slots, slots % 5 == 2, residual, residual)
+        native.count(f"graphs of projections and gates T {count}")
+    backend.close()
 
 
 def project_stored_everything(arrays: Arrays, native: Counted) -> None:
@@ -158,6 +165,7 @@ def main() -> None:
         return
     gather_everything(arrays, native)
     print("gather done", flush=True)
+    replay_everything(arrays, native)
     with_cublaslt = "--own" not in sys.argv
     serve_everything(arrays, native, 64, 2, with_cublaslt=with_cublaslt)
     serve_everything(arrays, native, 5120 if with_cublaslt else 512, 4, with_cublaslt=with_cublaslt)

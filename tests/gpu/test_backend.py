@@ -398,6 +398,60 @@ def test_a_checkpoint_is_loaded_and_verified(
     assert result.backend == "cuda"
 
 
+@pytest.mark.parametrize(("fmt", "quant"), [("gguf", "Q2_K"), ("safetensors", "FP8")])
+def test_rows_from_host_and_disk_have_the_bits_of_the_device(
+    native: Native, tmp_path: Path, fmt: str, quant: str
+) -> None:
+    from engram_core.backends.cuda import load
+    from engram_core.checkpoint import open_checkpoint
+    from engram_core.loader import Budget
+    from engram_core.tools.synth import synth
+
+    out = tmp_path / ("tiny.gguf" if fmt == "gguf" else "tiny")
+    synth(out, preset="tiny", fmt=fmt, quant=quant, seed=3)
+    checkpoint = open_checkpoint(out)
+    answers = {}
+    for placement in ("device", "host", "disk"):
+        backend = load(
+            checkpoint,
+            device="cuda:0",
+            placement=placement,
+            num_slots=4096,
+            budget=Budget(),
+            progress=lambda *_: None,
+        )
+        answers[placement] = kv_and_rows(backend)
+        backend.self_check()
+        backend.close()
+    for placement in ("host", "disk"):
+        for got, want in zip(answers[placement], answers["device"], strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def kv_and_rows(backend: CudaBackend) -> list[torch.Tensor]:
+    """Of random windows and of their ids, in batches of every kind."""
+    geometry, tables = backend.geometry, backend.hash_tables
+    rng, answers = np.random.default_rng(1), []
+    for count in (1, 64, 65, 2500):
+        shape = (count, geometry.max_ngram_size)
+        windows = rng.integers(0, tables.compressed_vocab_size, shape, dtype=np.int32)
+        slots = rng.permutation(4096)[:count].astype(np.int64)
+        for layer in range(geometry.num_layers):
+            ids = hash_windows(windows, tables, [layer])[:, 0]
+            for inputs in ({"windows": windows}, {"hash_ids": ids}):
+                backend.project(layer, slots, **inputs)
+                kv = torch.empty((count, geometry.hc_mult + 1, geometry.dim), dtype=torch.bfloat16)
+                backend.read_kv(layer, slots, np.zeros(count, np.bool_), kv)
+                answers.append(kv)
+            for stored in (True, False):
+                width = backend.row_bytes[layer] if stored else geometry.head_dim
+                dtype = torch.uint8 if stored else torch.bfloat16
+                rows = torch.empty((count, geometry.n_hash_cols, width), dtype=dtype)
+                backend.rows(layer, ids, rows, stored=stored)
+                answers.append(rows)
+    return answers
+
+
 def test_the_engine_serves_the_same_answers_on_the_device(native: Native, tmp_path: Path) -> None:
     """Rows and ids by bits; kv and residuals as close as two backends may be."""
     from engram_core.checkpoint import open_checkpoint
