@@ -39,9 +39,9 @@ from engram_core.tools.synth import synth
 HELD = 512
 PREFILL = 8192
 LENGTH = struct.Struct("<q")
-NEAR = (
-    "import sys; import service.loading as loading; make = loading.EngineLimits;"
-    "loading.EngineLimits = lambda **k: make(**(k | {'near_tokens': %d}));"
+_REGISTERED: list[Any] = []
+ON_LANES = (
+    "import sys; import service.loading as loading; loading.NEAR_TOKENS = 0;"
     "from service.cli import main; sys.argv[0] = 'engram'; main()"
 )
 
@@ -81,6 +81,7 @@ class BareShared:
         memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         if device == "cuda":
             torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.size, 0)
+        _REGISTERED.append(memory)  # else the next region may come to lie there
         self._host = torch.from_numpy(memory)[:num_bytes]
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(Path(url.removeprefix("unix:")).with_suffix(".shared")))
@@ -104,10 +105,10 @@ def bare_gpu_echo(path: Path, device: str) -> Iterator[Served]:
 
 
 @contextmanager
-def serving_near(checkpoint: Path, path: Path, near: int, *flags: str) -> Iterator[Served]:
-    """Serve with small reads on the loop's thread: an experiment, no setting."""
+def serving_on_lanes(checkpoint: Path, path: Path, *flags: str) -> Iterator[Served]:
+    """Serve with all reads on the lanes, none on the loop's thread: an experiment, no setting."""
     more = ["serve", str(checkpoint), "--port", "0", "--uds", str(path), *flags]
-    served = Served(["-c", NEAR % near, *more])
+    served = Served(["-c", ON_LANES, *more])
     try:
         yield served
     finally:
@@ -457,11 +458,10 @@ def bench(path: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, 
                 begin = time.perf_counter()
                 found[part] = getattr(made, part)()
                 print(f"{part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        if arguments.near:
-            with serving_near(path, folder / "n", arguments.near, *flags) as served:
+        if arguments.lanes:
+            with serving_on_lanes(path, folder / "n", *flags) as served:
                 made = Bench(served, echo, arguments.device, arguments.scale)
-                found[f"latency_near_{arguments.near}"] = made.latency()
-                found["one_sequence_near"] = made.one_sequence()
+                found["latency_on_lanes"] = made.latency()
     return found
 
 
@@ -471,7 +471,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--scale", type=float, default=1.0, help="fewer rounds below 1")
     parser.add_argument("--folder", default="/dev/shm", help="where the checkpoint is made")
-    parser.add_argument("--near", type=int, default=0, help="an experiment: see serving_near")
+    parser.add_argument("--lanes", action="store_true", help="also: see serving_on_lanes")
     parser.add_argument("--parts", default="latency,one_sequence,throughput,prefill,runner")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--prefill", nargs=2, help=argparse.SUPPRESS)

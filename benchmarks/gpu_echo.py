@@ -81,6 +81,8 @@ def share(listener: socket.socket) -> None:
             while message := line.recv(8):
                 passage.through(host[: LENGTH.unpack(message)[0]])
                 line.sendall(message)
+            if DEVICE == "cuda":
+                torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 async def main() -> None:

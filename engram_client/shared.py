@@ -8,6 +8,7 @@ time uses a connection, so the whole region is that request's: body first, answe
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import mmap
 import os
@@ -87,6 +88,9 @@ class Region:
         if int(driver.cudaHostRegister(address, self._array.size, 0)) == 0:
             # Before what it is a view of is unmapped.
             weakref.finalize(self._array, driver.cudaHostUnregister, address).atexit = False
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes the error, which the next launch would find
 
     def collect(self, request: Request, response: Response) -> Response:
         """Put an answer together where `request` wants it. Raises BadAnswer."""

@@ -83,7 +83,16 @@ class DirectReads:
             if slots is None:
                 return None
             begun_s = time.perf_counter()
-            layer.gate(slots, read.residual, is_f32=read.is_f32)
+            failure = None
+            try:
+                is_done = layer.gate(slots, read.residual, is_f32=read.is_f32)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            near.fail(failure)
+            raise failure
+        if not is_done:
+            return None
         gate_s = time.perf_counter() - begun_s
         self._note(count, gate_s, call_soon)
         return OneAnswer(spot.length, spot.base, spot.epoch, layer.dead(count), gate_s)

@@ -38,7 +38,8 @@ class EngineLimits:
 
     max_tokens: of one request and of one launch; chunk_tokens: largest piece of a batch
     near_tokens: largest read that the asking thread may run itself (0: none; needs a backend whose
-        gate and read_kv may run beside project)
+        gate and read_kv may run beside project); near_jobs: any, or (False) only those that
+        `Backend.near_reads` takes
     """
 
     max_tokens: int = 8192
@@ -48,6 +49,7 @@ class EngineLimits:
     ahead_tokens: int = 64
     chunk_tokens: int = 256
     near_tokens: int = 0
+    near_jobs: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class _Found:
 class Near:
     """What came in one turn of its owner's event loop is one batch a layer.
 
-    max_tokens: of a read that is taken; 0 = none is
+    max_tokens: of a read that is taken; 0 = none is; takes_jobs: others than direct reads, too
     on_failure: told a backend's exception and the batch
     """
 
@@ -47,7 +47,10 @@ class Near:
         batches: KvBatches,
         max_tokens: int,
         on_failure: Callable[[BaseException, list[Piece]], None],
+        *,
+        takes_jobs: bool = True,
     ) -> None:
+        self._takes_jobs = takes_jobs
         self._store = store
         self._batches = batches
         self.max_tokens = max_tokens
@@ -76,6 +79,7 @@ class Near:
         tokens = len(job.read) * len(job.layers)
         if (
             self.call_soon is None
+            or not self._takes_jobs
             or tokens > self.max_tokens
             or self._num_pinned + tokens > MAX_PINNED
             or job.output not in (Output.RESIDUAL, Output.KV)
@@ -91,6 +95,10 @@ class Near:
             self.call_soon(self._run)
         self._found += found
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """End everything: the backend has failed in a call of the owner's."""
+        self._on_failure(error, [])
 
     def stop(self, error: EngramError) -> None:
         """Take no more work; what was taken and has not run fails with `error`."""

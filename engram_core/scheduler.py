@@ -50,7 +50,13 @@ class Scheduler:
         self.clock = backend.observer = StageClock()
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
         self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
-        self.near = Near(self.store, self._near_kv, limits.near_tokens, self._fail)
+        self.near = Near(
+            self.store,
+            self._near_kv,
+            limits.near_tokens,
+            self._fail,
+            takes_jobs=limits.near_jobs,
+        )
         self._rows = RowBatches(backend, self.clock)
         self._kv_lane = Lane(
             "engram-kv",

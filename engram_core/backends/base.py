@@ -63,8 +63,9 @@ class NearRead(Protocol):
     def dead(self, count: int) -> bytes:
         """Return the dead flags of the positions that `keys` was called for last."""
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
-        """Gate the positions that `keys` was called for last, in place.
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
+        """Gate the positions that `keys` was called for last, in place. False: nothing was done, as
+        it would have to wait.
 
         slots: of each position; residual: address of bfloat16 or float32 [count, hc_mult, dim]
         """

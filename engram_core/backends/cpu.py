@@ -175,15 +175,12 @@ class CpuGate:
         return params
 
 
-class CpuNearRead:
-    """`backends.base.NearRead`. store: bfloat16 [slots, (hc_mult + 1) * dim], kept"""
+class NearKeys:
+    """The kv store's keys of positions of one session, and which are dead: half of a `NearRead`."""
 
     max_tokens = 64
 
-    def __init__(
-        self, gate: CpuGate, layer_index: int, tables: EngramHashTables, store: torch.Tensor
-    ) -> None:
-        self._kept = gate, store
+    def __init__(self, library: CpuLibrary, layer_index: int, tables: EngramHashTables) -> None:
         self._width = (2 + tables.max_ngram_size) * 4
         self._keys = (c_char * (self._width * self.max_tokens))()
         self._view = memoryview(self._keys).cast("B")
@@ -196,11 +193,7 @@ class CpuNearRead:
             keys=addressof(self._keys),
             is_dead=addressof(self._dead),
         )
-        self._of_gate = gate.params_of(store)
-        self._of_gate.slots, self._of_gate.is_dead = addressof(self._slots), addressof(self._dead)
-        self._of_gate.num_threads = 1
-        self._run_keys, self._run_gate = gate.library.keys, gate.library.near_gate
-        self._to_keys, self._to_gate = byref(self._of_keys), byref(self._of_gate)
+        self._run_keys, self._to_keys = library.keys, byref(self._of_keys)
 
     def keys(
         self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
@@ -211,7 +204,6 @@ class CpuNearRead:
         params.tenant, params.position, params.count = tenant, position, count
         if not 0 < count <= self.max_tokens or self._run_keys(self._to_keys):
             raise Internal(f"positions {position}..{position + count - 1} of a session")
-        self._of_gate.num_tokens = count
         width = self._width
         return [bytes(self._view[i : i + width]) for i in range(0, count * width, width)]
 
@@ -219,14 +211,29 @@ class CpuNearRead:
         """Return dead flags (see `NearRead.dead`)."""
         return self._dead.raw[:count]
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> None:
+
+class CpuNearRead(NearKeys):
+    """`backends.base.NearRead`. store: bfloat16 [slots, (hc_mult + 1) * dim], kept"""
+
+    def __init__(
+        self, gate: CpuGate, layer_index: int, tables: EngramHashTables, store: torch.Tensor
+    ) -> None:
+        super().__init__(gate.library, layer_index, tables)
+        self._kept = gate, store
+        self._of_gate = gate.params_of(store)
+        self._of_gate.slots, self._of_gate.is_dead = addressof(self._slots), addressof(self._dead)
+        self._of_gate.num_threads = 1
+        self._run_gate, self._to_gate = gate.library.near_gate, byref(self._of_gate)
+
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
         """Gate in place (see `NearRead.gate`). Raises Internal: no such slots."""
         params = self._of_gate
         self._slots[: len(slots)] = slots  # type: ignore[assignment]  # ctypes takes integers
         params.residual = params.out = residual
-        params.is_f32 = is_f32
+        params.is_f32, params.num_tokens = is_f32, self._of_keys.count
         if len(slots) != params.num_tokens or self._run_gate(self._to_gate):
             raise Internal(f"slots {slots} of {params.num_slots}")
+        return True
 
 
 @cache

@@ -123,6 +123,7 @@ def load(
         backend.capture_graphs(graphs)
         if budget.in_flight_bytes:
             backend.pin_in_flight(budget.in_flight_bytes)
+            backend.offer_near_reads()
         check(needs, ledger, _memory(native.device(index)))
         failed.pop_all()
     return backend
@@ -148,7 +149,7 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     """Add up what the backend holds on the device and beside it."""
     geometry, sizes = checkpoint.geometry, Sizes()
     residual_bytes = geometry.hc_mult * geometry.dim * 4
-    lanes = sizes.num_lanes * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
+    lanes = (sizes.num_lanes + 1) * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
     pinned = lanes + sizes.lane_tokens * 2 * geometry.kv_bytes
     row_bytes = sum(layer.table.row_bytes + 8 for layer in checkpoint.layers)  # if on disk
     pinned += (sizes.chunk_tokens + sizes.lane_tokens) * geometry.n_hash_cols * 2 * row_bytes

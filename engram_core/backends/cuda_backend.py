@@ -27,9 +27,11 @@ from engram_core.backends.arguments import (
     require_slots,
     require_tensor,
 )
-from engram_core.backends.base import StageObserver, Unobserved
+from engram_core.backends.base import NearRead, StageObserver, Unobserved
 from engram_core.backends.choices import choose_graphs, choose_kernels, open_gemm
+from engram_core.backends.cpu import find_library
 from engram_core.backends.cuda_check import check_gate, check_projection
+from engram_core.backends.cuda_near import CudaNearRead
 from engram_core.backends.device import PinnedBuffer, Stream
 from engram_core.backends.disk_rows import DiskRows
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
@@ -82,7 +84,7 @@ class CudaBackend:
 
     name = "cuda"
     observer: StageObserver = Unobserved()
-    near_reads = ()
+    near_reads: Sequence[NearRead] = ()
 
     def __init__(
         self,
@@ -314,6 +316,41 @@ class CudaBackend:
             return
         self.host_memory = self._pinned
         self._numerics["in_flight"] = f"{num_bytes} bytes of pinned memory, worked on in place"
+
+    def offer_near_reads(self) -> None:
+        """Let the thread that asks make small reads itself, where it has what they need: pinned
+        memory for bodies, and libengram_cpu for keys. `numerics` says so."""
+        library, pinned = find_library(), self._pinned
+        if library is None or pinned is None or not self.num_slots:
+            self._numerics["near_reads"] = "none: no pinned memory for bodies, or no libengram_cpu"
+            return
+        self._select()
+        stream = Stream(self._native, is_urgent=True)
+        self._owned.callback(stream.close)
+        gates = HostGates(
+            self.engram,
+            stream,
+            self._projections,
+            num_lanes=1,
+            mapped_tokens=abi.INLINE_TOKENS,
+            device_index=self._device_index,
+        )
+        self._owned.callback(gates.close)
+        geometry = self.geometry
+        self.near_reads = tuple(
+            CudaNearRead(
+                library,
+                self.hash_tables,
+                layer_index,
+                gates,
+                self._projections,
+                pinned,
+                geometry.hc_mult * geometry.dim,
+                self._select,
+            )
+            for layer_index in range(geometry.num_layers)
+        )
+        self._numerics["near_reads"] = "by the thread that asks, in place, on a stream of its own"
 
     def synchronize(self) -> None:
         """Wait for every enqueued projection. Raises: Internal."""

@@ -131,6 +131,19 @@ class HostGates:
         with self._shares.measure(params, observer):
             self._native.gate_host(reference, *addresses, count)
 
+    def run_in_place(
+        self, layer_index: int, count: int, addresses: tuple[int, int, int], *, is_f32: bool
+    ) -> None:
+        """Gate pinned memory and wait. Raises: BadTensor, Internal.
+
+        addresses: of slots (int64), dead flags, residual; count: 1..INLINE_TOKENS
+        """
+        params, reference = self._params[layer_index][is_f32]
+        params.way, params.is_pageable = abi.WAY_MAPPED, False
+        params.piece_tokens = INLINE_TOKENS
+        slots, dead, residual = addresses
+        self._native.gate_host(reference, slots, dead, residual, residual, count)
+
     def _piece_tokens(self, count: int, *, is_pinned: bool) -> int:
         """Largest piece; of pageable memory small enough that every lane gets some."""
         if is_pinned or count <= _ALONE_TOKENS:

@@ -11,6 +11,16 @@ import torch
 
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Native
+from engram_core.direct import OneAnswer, OneRead
+from engram_core.engine import Engine
+from engram_core.engine_types import (
+    EPOCH_OPENED,
+    EngineLimits,
+    OpenRequest,
+    Output,
+    Segments,
+    StepRequest,
+)
 from engram_core.host_memory import PlainMemory
 from service.shm import Regions
 from tests.gpu.arrays import same_bits
@@ -110,5 +120,48 @@ def test_more_than_can_be_pinned_stays_plain(native: Native) -> None:
     assert "copied once" in made.backend.numerics["in_flight"]
     made.backend.project(0, np.arange(9), windows=random_windows(9, seed=3))
     check(made, np.empty(1 << 20, np.uint8), 9, in_place=False)
+    made.backend.close()
+    made.arrays.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
+    native: Native, count: int, dtype: torch.dtype
+) -> None:
+    made = Served(native, Sizes())
+    made.backend.pin_in_flight(16 << 20)
+    made.backend.offer_near_reads()
+    assert len(made.backend.near_reads) == 2, made.backend.numerics["near_reads"]
+    limits = EngineLimits(near_tokens=16, near_jobs=False, ahead_tokens=0)
+    with Engine(made.backend, limits) as engine:
+        engine.attach(lambda call: call())
+        session = engine.open("", OpenRequest()).session_id
+        ids, mask = np.arange(40) % 7, np.arange(40) % 5 != 3
+        engine.push("", session, 0, ids, mask)
+        residual = torch.randn((count, 4, 1024)).to(dtype)
+        for layer_index, layer in enumerate(made.geometry.layer_ids):
+            request = StepRequest(
+                Segments(np.array([count], np.int32), np.array([9]), np.array([session])),
+                Output.RESIDUAL,
+                (layer,),
+                residual.clone(),
+            )
+            want = engine.step("", request).result(30).tensors[layer]
+            made.backend.synchronize()
+            there = made.backend.host_memory.tensor(tuple(residual.shape), dtype)
+            there.copy_(residual)
+
+            def read(address: int, at: int = layer_index) -> OneAnswer | None:
+                one = OneRead(session, 9, count, EPOCH_OPENED, at, address, dtype == torch.float32)
+                return engine.read_residual("", one)
+
+            plain = residual.clone()
+            assert read(plain.data_ptr()) is None  # a copy would have to be waited for
+            assert same_bits(plain, residual)
+            answer = read(there.data_ptr())
+            assert answer is not None
+            assert answer.length == 40
+            assert same_bits(there, want)
     made.backend.close()
     made.arrays.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engram_core.backends import cpu
-from engram_core.backends.base import Backend
+from engram_core.backends.base import Backend, NearRead
 from engram_core.checkpoint import open_checkpoint
 from engram_core.direct import OneAnswer, OneRead
 from engram_core.engine import Engine
@@ -259,3 +259,42 @@ def test_it_finds_only_what_is_filled(held: tuple[Reads, int, Clock]) -> None:
     store._filled[:] = False
     residual = reads.residual(1, torch.bfloat16)
     assert reads.direct("", (session_id, 3, EPOCH_OPENED, 0), residual) is None
+
+
+class Held:
+    """A near read of the backend's that would have to wait, or fails."""
+
+    def __init__(self, of: NearRead, error: Exception | None) -> None:
+        self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
+        self._error = error
+
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
+        if self._error is not None:
+            raise self._error
+        return False
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the device has failed")])
+def test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    reads = Reads(attached(backend))
+    with reads.engine as engine:
+        ask = (engine.open("", OpenRequest()).session_id, 0, EPOCH_OPENED, 0)
+        engine.push("", ask[0], 0, np.arange(3))
+        before = reads.residual(1, torch.bfloat16)
+        expected = reads.general("", ask, before.clone()).tensors
+        held = [Held(read, error) for read in backend.near_reads]
+        monkeypatch.setattr(backend, "near_reads", held)
+        residual = before.clone()
+        if error is None:
+            assert reads.direct("", ask, residual) is None
+            answer = reads.general("", ask, residual)
+            assert same_bits(*answer.tensors.values(), *expected.values())
+            assert engine.failure is None
+        else:
+            with pytest.raises(RuntimeError, match="the device has failed"):
+                reads.direct("", ask, residual)
+            assert engine.failure is not None
+            assert reads.direct("", ask, residual) is None
+        assert same_bits(residual, before) or error is None

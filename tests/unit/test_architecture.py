@@ -44,7 +44,7 @@ LEVELS = {
         "backends.reference backends.engram_v41 backends.staging",
         "backends.cuda_check backends.projections backends.timing",
         "backends.gates",
-        "backends.graphs",
+        "backends.graphs backends.cuda_near",
         "backends.choices",
         "backends.cuda_backend",
         "backends.cuda",
