@@ -786,6 +786,27 @@ FAULTS = (
         f"{SHM}::test_a_region_ends_with_its_connection_and_takes_its_pages_along",
     ),
     fault(
+        "two-engines-over-one-backend",
+        "engram_core/engine.py",
+        "        if backend in _SERVING:\n",
+        "        if False:\n",
+        "tests/unit/test_engine.py::test_a_backend_serves_one_engine_at_a_time",
+    ),
+    fault(
+        "csrc-float-scales-a-byte-apart",
+        "csrc/formats/blocks32.h",
+        "static constexpr int kScaleBytes = 4;",
+        "static constexpr int kScaleBytes = 1;",
+        NATIVE,
+    ),
+    fault(
+        "csrc-block33-scale-behind-its-codes",
+        "csrc/formats/blocks32.h",
+        "return {load_bytes8(block + 1 + group * 8), load<uint8_t>(block)};\n  }\n};\n\n}",
+        "return {load_bytes8(block + group * 8), load<uint8_t>(block + 32)};\n  }\n};\n\n}",
+        NATIVE,
+    ),
+    fault(
         "csrc-no-floor-under-the-input-scale",
         "csrc/formats/requantize.h",
         "amax < 1e-4f ? 1e-4f : amax",
