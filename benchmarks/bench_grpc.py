@@ -131,7 +131,8 @@ def work_ms(url: str) -> float:
     """What the service has told of its stages so far, in ms."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
-    return 1e3 * sum(map(float, re.findall(r"^engram_stage_seconds_sum\S* (\S+)$", text, re.M)))
+    told = re.findall(r'^engram_stage_seconds_sum\{stage="(\w+)"\} (\S+)$', text, re.M)
+    return 1e3 * sum(float(seconds) for stage, seconds in told if stage != "send")
 
 
 def bench(echo_url: str, urls: dict[str, str], num_tokens: int, seconds: float) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -144,14 +145,42 @@ def views_of(message: pb.StepRequest) -> dict[str, TensorView]:
     return views
 
 
-def step_reply(request_id: int, views: Mapping[str, TensorView]) -> pb.StepReply:
-    """Return the answer of a step; the tensors are copied."""
-    reply = pb.StepReply(request_id=request_id)
+def step_reply(request_id: int, views: Mapping[str, TensorView]) -> bytes:
+    """Return the `StepReply` of a step as it goes out; the tensors are copied once.
+
+    By hand: protobuf's own way copies them three times (docs/notes/grpc.md).
+    """
+    parts: list[bytes | memoryview] = [b"\x08" + _varint(request_id)] if request_id else []
     for name, view in views.items():
-        tensor = reply.tensors[name]
-        tensor.dtype, tensor.data = view.dtype, bytes(view.data)
-        tensor.shape.extend(view.shape)
-    return reply
+        parts += (_head_of_tensor(name, view.dtype, view.shape), view.data)
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=256)
+def _head_of_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return all of an entry of `StepReply.tensors` that comes before the tensor's bytes."""
+    size = wire.num_bytes((dtype, shape))
+    head = _field(1, dtype.encode())
+    if shape:
+        head += _field(2, b"".join(map(_varint, shape)))
+    if size:
+        head += b"\x1a" + _varint(size)
+    entry = _field(1, name.encode()) + b"\x12" + _varint(len(head) + size) + head
+    return b"\x1a" + _varint(len(entry) + size) + entry
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field of wire type 2."""
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    """Return an integer >= 0 in groups of seven bits, the lowest first."""
+    groups = []
+    while value > 127:
+        groups.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*groups, value])
 
 
 def refused_reply(request_id: int, error: EngramError) -> pb.StepReply:

@@ -65,8 +65,8 @@ class StepWork:
         call.lease.add(sum(map(wire.num_bytes, specs.values())), "the answer")
         self.future = model.engine.step(call.tenant, self._request)
 
-    def reply(self) -> pb.StepReply:
-        """Return the message of the answer. Raises what the step is refused for."""
+    def reply(self) -> bytes:
+        """Return the message of the answer as it goes out. Raises what the step is refused for."""
         views = self._views
         if views is None:
             assert self.future is not None

@@ -186,12 +186,11 @@ class _Stream:
             if exchange.error is not None:
                 raise exchange.error
             assert exchange.work is not None
-            reply = exchange.work.reply()
+            return "ok", 200, exchange.work.reply()
         except Exception as error:
             code, refusal = self._desk.refusal(exchange.call, error)
             reply = messages.refused_reply(exchange.request_id, refusal)
             return code, problems.kind_of(refusal).status, reply.SerializeToString()
-        return "ok", 200, reply.SerializeToString()
 
     def _end(self, exchange: _Exchange, code: str, status: int) -> None:
         """Give back what a step held."""

@@ -33,11 +33,12 @@ from service.state import ServiceState
 
 @dataclass(frozen=True)
 class Verb:
-    """An RPC. operation: what it is over HTTP: its scopes, its refusals, its name in metrics."""
+    """An RPC. operation: what it is over HTTP: its scopes, its refusals, its name in metrics;
+    answer: its reply, or the reply's bytes."""
 
     operation: Operation
     request: type[Message]
-    answer: Callable[[Call, Any], Awaitable[Message]]
+    answer: Callable[[Call, Any], Awaitable[Message | bytes]]
 
 
 async def get_info(call: Call, message: pb.GetInfoRequest) -> pb.Info:
@@ -89,7 +90,7 @@ async def push(call: Call, message: pb.PushRequest) -> pb.Pushed:
     return messages.pushed_reply(session_id, result)
 
 
-async def step(call: Call, message: pb.StepRequest) -> pb.StepReply:
+async def step(call: Call, message: pb.StepRequest) -> bytes:
     """Make one step."""
     work = StepWork(call, message)
     del message
@@ -139,7 +140,7 @@ class UnaryDoor:
     async def _answer(self, call: Call, headers: Any, verb: Verb, context: Context) -> None:
         calls.check(call, headers)
         reply = await verb.answer(call, await _receive(call, verb, context))
-        raw = reply.SerializeToString()
+        raw = reply if isinstance(reply, bytes) else reply.SerializeToString()
         call.sent_bytes = len(raw)
         begun = time.perf_counter()
         try:
