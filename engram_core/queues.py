@@ -9,6 +9,9 @@ from typing import Protocol
 
 from engram_core.jobs import Job, Piece
 
+SMALL_TOKENS = 16
+"""A read of at most so many positions is small."""
+
 
 class Queue(Protocol):
     """Pieces that wait. Not thread-safe: a lane's lock guards it."""
@@ -32,9 +35,14 @@ class FairQueue:
     The client whose turn it is says the layer: that of its oldest piece. Every client that has work
     for that layer then gives up to `share` tokens, so all that waits for a layer is one batch, and
     a big request delays a small one by one share. Whoever gave goes to the end of the line.
+
+    Where small requests (decode) and big ones (prefill) wait, the small ones go first, alone: in
+    one batch with a share of a prefill they would take as long as it does. Then it is the line's
+    turn again, so big ones get at least every second batch.
     """
 
     def __init__(self, share: int) -> None:
+        self._small_went_first = False
         self.num_tokens = 0
         self._share = share
         self._arrivals = 0
@@ -53,10 +61,11 @@ class FairQueue:
         self._drop_unwanted()
         if not self._line:
             return []
-        first = next(iter(self._line.values()))
+        clients = self._next_clients()
+        first = self._line[clients[0]]
         layer = min(first, key=lambda layer: first[layer][0][0])
         batch: list[Piece] = []
-        for client in list(self._line):
+        for client in clients:
             given = self._give(client, layer, min(self._share, limit))
             batch += given
             limit -= sum(piece.num_tokens for piece in given)
@@ -68,6 +77,18 @@ class FairQueue:
         self._line.clear()
         self.num_tokens = 0
         return jobs
+
+    def _next_clients(self) -> list[Hashable]:
+        """Whose pieces the next batch is of, in the order of the line."""
+        line = list(self._line)
+        small = [client for client in line if self._is_small(client)]
+        self._small_went_first = 0 < len(small) < len(line) and not self._small_went_first
+        return small if self._small_went_first else line
+
+    def _is_small(self, client: Hashable) -> bool:
+        """Whether all that a client waits for is small."""
+        deques = self._line[client].values()
+        return all(len(pieces[0][1].job.read) <= SMALL_TOKENS for pieces in deques)
 
     def _give(self, client: Hashable, layer: int, room: int) -> list[Piece]:
         """Take a client's pieces of a layer; moves it to the end of the line, or out of it."""

@@ -250,6 +250,14 @@ FAULTS = (
         ),
         (f"{GATES}::test_a_dead_position_is_selected_not_multiplied",),
     ),
+    # ------------------------------------------------------------------ the order of batches
+    fault(
+        "small-requests-starve-big-ones",
+        "engram_core/queues.py",
+        " and not self._small_went_first\n",
+        "\n",
+        "tests/unit/test_scheduler.py::test_small_requests_leave_every_second_batch_to_big_ones",
+    ),
     # ------------------------------------------------------------------ direct reads
     fault(
         "direct-read-at-a-stale-epoch",

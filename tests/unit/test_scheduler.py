@@ -180,7 +180,18 @@ def test_big_request_does_not_starve_a_small_one() -> None:
             made.submit(each)
         backend.resume()
         wait(big, *smalls)
-        assert backend.of("project")[:3] == [(0, 1), (0, 8), (1, 2)]
+        assert backend.of("project")[:3] == [(0, 1), (1, 2), (0, 8)]
+
+
+def test_small_requests_leave_every_second_batch_to_big_ones() -> None:
+    with held() as (made, backend):
+        big = job(24, client="big", start=0)
+        smalls = [job(1, client="small", start=500 + i) for i in range(24)]
+        for each in (big, *smalls):
+            made.submit(each)
+        backend.resume()
+        wait(big, *smalls)
+        assert [n for _, n in backend.of("project")] == [1, 8, 16, 8, 8, 8]
 
 
 def test_clients_of_one_layer_share_every_batch() -> None:
@@ -191,7 +202,7 @@ def test_clients_of_one_layer_share_every_batch() -> None:
             made.submit(each)
         backend.resume()
         wait(*jobs, late)
-        assert [n for _, n in backend.of("project")] == [1, 18, 16, 16]
+        assert [n for _, n in backend.of("project")] == [1, 2, 16, 16, 16]
 
 
 def test_reads_then_decode_ahead_then_prefill_ahead_by_chunk_and_layer() -> None:
