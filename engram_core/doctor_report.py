@@ -48,6 +48,7 @@ class Report:
             sources = {
                 Placement.DEVICE: f"gather {rows}, device memory, 1024 tokens",
                 Placement.HOST: f"gather {rows}, pinned memory, 1024 tokens",
+                Placement.DISK: "disk random 4 KiB",
             }
         else:
             sources = {

@@ -44,12 +44,14 @@ class Memory:
     integrated: the GPU uses the host's memory; its own "free" counts page cache as used and is
         not looked at
     swap_used_bytes: for the notes
+    total_bytes: of an integrated part, whoever uses it now; None = not read
     """
 
     host_available_bytes: int
     device_free_bytes: int | None = None
     integrated: bool = False
     swap_used_bytes: int = 0
+    total_bytes: int | None = None
 
     @property
     def has_device_pool(self) -> bool:
@@ -136,13 +138,12 @@ def plan(
     memory: Memory,
     placement: str = "auto",
     *,
-    has_disk: bool = True,
     measured: Measured | None = None,
 ) -> Ledger:
     """Choose where the tables lie, fastest first, and refuse what does not fit.
 
-    placement: "auto", or one of `Placement`; has_disk: auto may fall back to the disk
-    measured: which is fastest, for auto; left out, device, host, disk
+    placement: "auto", or one of `Placement`; measured: which is fastest, for auto; left out,
+        device, host, disk
 
     Raises: MemoryShort saying what is missing where, and what to change.
     """
@@ -150,7 +151,8 @@ def plan(
     refused: list[str] = []
     candidates = _candidates(memory, placement)
     if placement == "auto":
-        candidates = [each for each in candidates if has_disk or each is not Placement.DISK]
+        if _fits_when_empty(needs, memory):
+            candidates = [each for each in candidates if each is not Placement.DISK]
         if measured is not None:
             refused += [
                 f"{each}: {measured.refused[each]}"
@@ -167,8 +169,7 @@ def plan(
         refused.append(f"{candidate}: {missing}")
     raise MemoryShort(
         f"tables, weights and store do not fit ({'; '.join(refused)}); lower kv_store_bytes, "
-        "in_flight_bytes or memory_reserve_bytes, or use placement disk"
-        f"{'' if has_disk else ' with device cpu'}{_late_return(memory)}",
+        f"in_flight_bytes or memory_reserve_bytes, or use placement disk{_late_return(memory)}",
         expected="a plan that fits",
         got=refused,
     )
@@ -208,6 +209,12 @@ def host_available_bytes(
     except OSError:
         pass  # no container limit (cgroup v2) to read
     return max(0, available)
+
+
+def host_total_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Read MemTotal."""
+    kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
+    return 1024 * int(kib["MemTotal:"])
 
 
 def host_swap_used_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -286,6 +293,18 @@ def _late_return(memory: Memory) -> str:
         "; a process that ended on this GPU may still be giving its memory back, for seconds to "
         "minutes: try again (docker/engram.service does every 15 s)"
     )
+
+
+def _fits_when_empty(needs: Needs, memory: Memory) -> bool:
+    """Whether a part with shared memory holds the tables once others have given theirs back.
+
+    What is short now is then short for a while: auto does not go to the disk, which is a thousand
+    times slower, for the rest of the process's life.
+    """
+    if not memory.integrated or memory.total_bytes is None:
+        return False
+    lines = _lines(needs, memory, Placement.DEVICE)
+    return sum(line.num_bytes for line in lines) <= memory.total_bytes
 
 
 def _fastest_first(candidates: Sequence[Placement], measured: Measured) -> list[Placement]:

@@ -37,6 +37,7 @@ from engram_core.memory import (
     check,
     host_available_bytes,
     host_swap_used_bytes,
+    host_total_bytes,
     plan,
 )
 from engram_core.quant import to_bf16
@@ -336,6 +337,7 @@ def _memory(device: abi.Device) -> Memory:
         device_free_bytes=None if device.integrated else int(device.free_bytes),
         integrated=bool(device.integrated),
         swap_used_bytes=host_swap_used_bytes(),
+        total_bytes=host_total_bytes() if device.integrated else None,
     )
 
 

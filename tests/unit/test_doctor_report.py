@@ -78,6 +78,7 @@ UNIFIED = Memory(115 * GIB, device_free_bytes=3 * GIB, integrated=True)
         (ON_H200, SMALL_GPU, Placement.HOST),
         (ON_H200, UNIFIED, Placement.DEVICE),
         (NO_PINNING, BOTH, Placement.DEVICE),
+        (ON_H200 | {"disk random 4 KiB": 90e6}, SMALL_GPU, Placement.DISK),
     ],
 )
 def test_auto_takes_what_was_measured_fastest_of_what_fits(
@@ -85,7 +86,7 @@ def test_auto_takes_what_was_measured_fastest_of_what_fits(
 ) -> None:
     with_gpu = memory.device_free_bytes is not None
     found = measured(tmp_path, values, with_gpu=with_gpu)
-    ledger = plan(NEEDS, memory, has_disk=not with_gpu, measured=found)
+    ledger = plan(NEEDS, memory, measured=found)
     assert ledger.placement is placement
     assert "as the doctor measured" in ledger.why
 
@@ -93,7 +94,7 @@ def test_auto_takes_what_was_measured_fastest_of_what_fits(
 @pytest.mark.parametrize(
     ("values", "memory", "why"),
     [
-        (NO_PINNING, SMALL_GPU, "host: no room"),
+        (NO_PINNING | {"disk random 4 KiB": None}, SMALL_GPU, "host: no room; disk: no room"),
         (NO_DISK, Memory(20 * GIB), "disk: no room"),
     ],
 )
@@ -103,7 +104,14 @@ def test_auto_does_not_take_what_could_not_be_had_here(
     with_gpu = memory.device_free_bytes is not None
     found = measured(tmp_path, values, with_gpu=with_gpu)
     with pytest.raises(EngramError, match=why):
-        plan(NEEDS, memory, has_disk=not with_gpu, measured=found)
+        plan(NEEDS, memory, measured=found)
+
+
+def test_pinned_memory_that_cannot_be_had_leaves_the_disk(tmp_path: Path) -> None:
+    values = NO_PINNING | {"disk random 4 KiB": 40e3}
+    ledger = plan(NEEDS, SMALL_GPU, measured=measured(tmp_path, values, with_gpu=True))
+    assert ledger.placement is Placement.DISK
+    assert "host: no room" in ledger.why
 
 
 def test_an_operator_who_names_a_placement_gets_it(tmp_path: Path) -> None:

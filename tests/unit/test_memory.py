@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engram_core.memory import (
     check,
     host_available_bytes,
     host_swap_used_bytes,
+    host_total_bytes,
     plan,
 )
 
@@ -71,6 +73,11 @@ def test_pinned_host_memory_is_no_option_on_a_part_with_shared_memory() -> None:
 def test_swap_in_use_is_noted() -> None:
     ledger = plan(needs(1), Memory(50 * GIB, swap_used_bytes=3 * GIB))
     assert ledger.table()[-1] == "note: 3.0 GiB of swap are in use"
+
+
+def test_total_memory_is_read(tmp_path: Path) -> None:
+    assert host_total_bytes(fake_host(tmp_path)) == 99 * 1024
+    assert host_total_bytes() >= host_available_bytes()
 
 
 def test_swap_in_use_is_read(tmp_path: Path) -> None:
@@ -135,10 +142,16 @@ LATE = "may still be giving its memory back"
 
 
 def test_short_shared_memory_may_be_a_former_process_s() -> None:
-    """On a GB10 it comes back late, and a GPU's backend has no disk to fall back to."""
+    """On a GB10 it comes back late: auto does not go to the disk because of it."""
     memory = gpu(3, 50, integrated=True)
-    with pytest.raises(MemoryShort, match=f"disk with device cpu; a process .* {LATE}.* try again"):
-        plan(needs(60), memory, has_disk=False)
+    late = replace(memory, total_bytes=121 * GIB)
+    with pytest.raises(
+        MemoryShort, match=f"or use placement disk; a process .* {LATE}.* try again"
+    ):
+        plan(needs(60), late)
+    assert plan(needs(60), late, "disk").placement is Placement.DISK
+    assert plan(needs(189), late).placement is Placement.DISK, "which never fits"
+    assert plan(needs(60), replace(late, host_available_bytes=90 * GIB)).placement == "device"
     with pytest.raises(MemoryShort, match=LATE):
         check(needs(60, reserve=51), plan(needs(1), memory), memory)
 
@@ -146,7 +159,7 @@ def test_short_shared_memory_may_be_a_former_process_s() -> None:
 @pytest.mark.parametrize("memory", [cpu(2), gpu(3, 2)])
 def test_other_memory_comes_back_at_once(memory: Memory) -> None:
     with pytest.raises(MemoryShort) as got:
-        plan(needs(60), memory, has_disk=False)
+        plan(needs(60), memory, "host" if memory.device_free_bytes is None else "device")
     assert LATE not in got.value.message
 
 
