@@ -608,6 +608,13 @@ FAULTS = (
         "tests/unit/test_doctor_report.py",
     ),
     fault(
+        "auto-goes-to-the-disk-while-memory-comes-back",
+        "engram_core/memory.py",
+        "        if _fits_when_empty(needs, memory):\n",
+        "        if False:\n",
+        "tests/unit/test_memory.py",
+    ),
+    fault(
         "stages-overlap",
         "engram_core/stages.py",
         "        rest = time.perf_counter() - start - sum(parts.values())\n",

@@ -11,7 +11,7 @@ import pytest
 
 from engram_core.backends import cuda, native
 from engram_core.errors import Internal, SchemaError
-from engram_core.memory import Placement
+from engram_core.memory import Placement, host_total_bytes
 from engram_core.tools.doctor import diagnose
 from service import cli
 from service.loading import choose_device, load_model
@@ -88,6 +88,12 @@ def test_memory_that_a_predecessor_still_holds_is_a_reason_that_is_told(
     assert status == 1
     assert "GiB of host memory needed, 3.0 there" in line
     assert "may still be giving its memory back" in line
+
+
+def test_a_gb10_is_known_to_hold_more_than_is_free_now(gb10: None) -> None:
+    memory = cuda._memory(OneGpu().device(0))
+    assert (memory.host_available_bytes, memory.total_bytes) == (3 * GIB, host_total_bytes())
+    assert memory.device_free_bytes is None, "cudaMemGetInfo is never asked there"
 
 
 @pytest.mark.parametrize("flag", ["--keys-file", "--tls-cert"])
