@@ -33,27 +33,30 @@ from engram_core.backends.cpu import find_library
 from engram_core.backends.cuda_check import check_gate, check_projection
 from engram_core.backends.cuda_near import CudaNearRead
 from engram_core.backends.device import PinnedBuffer, Stream
-from engram_core.backends.disk_rows import DiskRows
+from engram_core.backends.disk_rows import disk_readers
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.gates import MAPPED_TOKENS, HostGates
 from engram_core.backends.graphs import Graphs, GraphUse
 from engram_core.backends.native import Device, Native
 from engram_core.backends.pinned import PinnedMemory
+from engram_core.backends.project_queue import ProjectQueue
 from engram_core.backends.projections import Projections
 from engram_core.backends.staging import (
     ControlRing,
     Lane,
     address_of,
+    control_bytes_of,
     fits_inline,
     pieces,
 )
 from engram_core.backends.timing import ProjectionTimer
 from engram_core.errors import BadTensor, EngramError, Internal
 from engram_core.geometry import EngramHashTables, Geometry
-from engram_core.hashing import hash_windows
 from engram_core.host_memory import HostMemory, PlainMemory
 
-_Owned = TypeVar("_Owned", Stream, ControlRing, Lane, HostGates, Projections, ProjectionTimer)
+_Owned = TypeVar(
+    "_Owned", Stream, ControlRing, Lane, HostGates, Projections, ProjectionTimer, ProjectQueue
+)
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -241,12 +244,12 @@ class CudaBackend:
             return
         require_slots(slots, self.num_slots)
         for piece in pieces(len(slots), self._sizes.chunk_tokens):
-            self._project_piece(
+            self._queue.project(
                 layer_index,
                 _flat(slots[piece], np.int64),
                 None if windows is None else _flat(windows[piece], np.int32),
                 None if hash_ids is None else _flat(hash_ids[piece], np.int64),
-                is_timed=is_timed and piece.start == 0,
+                timer=self._timer if is_timed and piece.start == 0 else None,
             )
 
     def read_kv(
@@ -384,8 +387,7 @@ class CudaBackend:
 
     def _make_queues(self, made: ExitStack, mapped_tokens: int) -> None:
         native, geometry, sizes = self._native, self.geometry, self._sizes
-        token_bytes = geometry.n_hash_cols * 8 + geometry.max_ngram_size * 4 + 8 + 1
-        control_bytes = sizes.chunk_tokens * token_bytes + 64
+        control_bytes = control_bytes_of(geometry, sizes.chunk_tokens)
         row_width = max(*self.row_bytes, geometry.head_dim * 2)
         row_bytes = sizes.lane_tokens * geometry.n_hash_cols * row_width
         lane_bytes = sizes.lane_tokens * geometry.kv_bytes
@@ -397,15 +399,25 @@ class CudaBackend:
         self._project_stream = keep(Stream(native))
         self._urgent = keep(Stream(native, is_urgent=True))
         self._row_stream = keep(Stream(native))
-        self._project_control = keep(ControlRing(native, control_bytes, 8))
         self._control = keep(ControlRing(native, control_bytes, 3))
         self._row_control = keep(ControlRing(native, control_bytes, 3))
         self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(2)]
         self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
-        self._disk_rows = self._disk_readers(made, sizes.lane_tokens)
-        self._disk_projections = self._disk_readers(made, sizes.chunk_tokens)
+        tables = [self.engram.layer(i).on_disk for i in range(geometry.num_layers)]
+        self._disk_rows = disk_readers(
+            native, tables, geometry.n_hash_cols, sizes.lane_tokens, made
+        )
         self._timer = keep(ProjectionTimer(native))
         self._projections = keep(Projections(native, self.num_slots))
+        self._queue = keep(
+            ProjectQueue(
+                self.engram,
+                self.hash_tables,
+                self._project_stream,
+                self._projections,
+                max_tokens=sizes.chunk_tokens,
+            )
+        )
         self._gates = keep(
             HostGates(
                 self.engram,
@@ -417,80 +429,11 @@ class CudaBackend:
             )
         )
 
-    def _disk_readers(self, made: ExitStack, max_tokens: int) -> list[DiskRows | None]:
-        """One a layer, None where its table lies in memory."""
-        readers: list[DiskRows | None] = []
-        for layer_index in range(self.geometry.num_layers):
-            table = self.engram.layer(layer_index).on_disk
-            reader = None
-            if table is not None:
-                reader = DiskRows(self._native, table, self.geometry.n_hash_cols, max_tokens)
-                made.callback(reader.close)
-            readers.append(reader)
-        return readers
-
     def _select(self) -> None:
         """Bind the calling thread to the device, once."""
         if not getattr(self._thread, "is_bound", False):
             self._native.device_select(self._device_index)
             self._thread.is_bound = True
-
-    def _project_piece(
-        self,
-        layer_index: int,
-        slots: NDArray[np.int64],
-        windows: NDArray[np.int32] | None,
-        hash_ids: NDArray[np.int64] | None,
-        *,
-        is_timed: bool,
-    ) -> None:
-        stream, count = self._project_stream, len(slots)
-        disk, table = self._disk_projections[layer_index], None
-        if disk is not None:
-            if hash_ids is None:
-                assert windows is not None
-                hash_ids = hash_windows(windows, self.hash_tables, [layer_index])[:, 0]
-            table, windows = disk.read(hash_ids), None
-        number = self._projections.begin()
-        is_inline = fits_inline(count)
-        first = int(slots[0])
-        is_run = count > 1 and int(slots[-1]) - first == count - 1
-        is_run = is_run and bool((np.diff(slots) == 1).all())
-        sent, control = [a for a in (windows, hash_ids) if a is not None], self._project_control
-        is_sent = True
-        if disk is not None:
-            is_sent = not is_inline
-            sent_slots = [address_of(slots)] if is_inline else control.send(stream, slots)
-            places = [disk.places, *sent_slots]
-        elif is_inline and windows is not None and windows.shape[1] <= 4:
-            is_sent = False
-            places = [address_of(windows), address_of(slots)]
-        elif is_inline:
-            places = [*control.send(stream, *sent), address_of(slots)]
-        else:
-            places = control.send(stream, *sent, slots)
-        if is_timed:
-            self._timer.mark(0, stream)
-        self.engram.rows_from_windows(
-            layer_index,
-            count,
-            stream,
-            windows=places[0] if windows is not None else 0,
-            hash_ids=places[0] if hash_ids is not None else 0,
-            table=table,
-        )
-        if disk is not None:
-            disk.release(stream)
-        if is_timed:
-            self._timer.mark(1, stream)
-        self.engram.project(
-            layer_index, count, stream, slots=places[1], first_slot=first if is_run else None
-        )
-        if is_sent:
-            control.release(stream)
-        if is_timed:
-            self._timer.mark(2, stream)
-        self._projections.end(number, stream, slots)
 
     def _read_kv(
         self, slots: NDArray[np.int64], dead: NDArray[np.bool_], out: torch.Tensor

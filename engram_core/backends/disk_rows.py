@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -71,3 +72,21 @@ class DiskRows:
     def close(self) -> None:
         """Free the stages. The table is its owner's to close."""
         self._owned.close()
+
+
+def disk_readers(
+    native: Native,
+    tables: Sequence[Table | None],
+    num_cols: int,
+    max_tokens: int,
+    owner: ExitStack,
+) -> list[DiskRows | None]:
+    """One a layer, None where its table lies in memory. `owner` closes them."""
+    readers: list[DiskRows | None] = []
+    for table in tables:
+        reader = None
+        if table is not None:
+            reader = DiskRows(native, table, num_cols, max_tokens)
+            owner.callback(reader.close)
+        readers.append(reader)
+    return readers

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.native import INLINE_TOKENS, Native
+from engram_core.geometry import Geometry
 
 
 class ControlRing:
@@ -85,6 +86,11 @@ class Lane:
     def close(self) -> None:
         self.host.close()
         self._done.close()
+
+
+def control_bytes_of(geometry: Geometry, num_tokens: int) -> int:
+    """Bytes of the control arrays of so many tokens: ids or windows, slots, dead flags."""
+    return num_tokens * (geometry.n_hash_cols * 8 + geometry.max_ngram_size * 4 + 8 + 1) + 64
 
 
 def pieces(count: int, size: int) -> Iterator[slice]:

@@ -1,0 +1,196 @@
+"""The CUDA backend without a GPU: what it asks of the library, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends import native as abi
+from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.device import DeviceBuffer
+from engram_core.backends.disk_rows import DiskRows
+from engram_core.backends.engram_v41 import DeviceLayer
+from engram_core.errors import BadTensor, RowOutOfRange
+from engram_core.hashing import hash_windows
+from engram_core.quant import row_format
+from engram_core.tables import HostTable
+from tests.gpu.layers import geometry_of, hash_tables, random_windows
+
+DIM, SLOTS = 64, 500
+TABLES = hash_tables(100, num_layers=2)
+LAUNCHES = ("copy", "gather", "project_chain", "read_kv", "gate_host", "replay")
+NOBODY_DEAD = np.zeros(300, np.bool_)
+
+
+class Library:
+    """Memory that is real, launches that are written down and do nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._memory: list[Any] = []
+        self._handles = 1000
+
+    def row_bytes(self, form: int, values: int) -> int:
+        name = next(name for name, number in abi.FORMATS.items() if number == form)
+        return row_format(name).row_bytes(values)
+
+    def make(self, verb: str, *arguments: Any) -> int:
+        if verb not in ("host_alloc", "device_alloc"):
+            self._handles += 1
+            return self._handles
+        self._memory.append(ctypes.create_string_buffer(arguments[0] + 32))
+        return -(-ctypes.addressof(self._memory[-1]) // 16) * 16
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            self.calls.append(name)
+
+        return call
+
+    def launches(self) -> list[str]:
+        """Those since the last time it was asked."""
+        found = [name for name in self.calls if name in LAUNCHES]
+        self.calls.clear()
+        return found
+
+
+class Bench:
+    """Two layers, the second with its table on disk if there is one."""
+
+    def __init__(self, *, on_disk: bool = True) -> None:
+        self.library = Library()
+        self.geometry = geometry_of(TABLES, dim=DIM)
+        self.backend = CudaBackend(
+            self.library,  # type: ignore[arg-type]
+            self.geometry,
+            TABLES,
+            [self.layer(0, on_disk=False), self.layer(1, on_disk=on_disk)],
+            SLOTS,
+            device=abi.Device(num_sms=132),
+            sizes=Sizes(chunk_tokens=128, lane_tokens=32, num_lanes=3),
+        )
+
+    def buffer(self) -> DeviceBuffer:
+        return DeviceBuffer(self.library, 64)  # type: ignore[arg-type]
+
+    def layer(self, index: int, *, on_disk: bool) -> DeviceLayer:
+        return DeviceLayer(
+            encoding="BF16",
+            num_rows=TABLES.table_rows[index],
+            table_parts=[] if on_disk else [self.buffer()],
+            wkv=self.buffer(),
+            qk=self.buffer(),
+            requantize_input=False,
+            on_disk=table_of(index) if on_disk else None,
+        )
+
+
+def table_of(index: int) -> HostTable:
+    rows = np.random.default_rng(index).integers(0, 256, (TABLES.table_rows[index], 512), np.uint8)
+    return HostTable("BF16", 256, [rows])
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.backend.close()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    ("count", "windows", "ids"),
+    [(1, 0, 1), (64, 0, 1), (65, 1, 1), (128, 1, 1)],
+)
+def test_a_chunk_is_two_launches_and_a_copy_of_what_does_not_fit_a_launch(
+    bench: Bench, layer: int, count: int, windows: int, ids: int
+) -> None:
+    slots, some = np.arange(count), random_windows(count, seed=1)
+    hash_ids = hash_windows(some, TABLES, [layer])[:, 0]
+    bench.backend.project(layer, slots, windows=some)
+    assert bench.library.launches() == ["copy"] * windows + ["gather", "project_chain"]
+    bench.backend.project(layer, slots, hash_ids=hash_ids)
+    # Ids of a table on disk are read by the CPU; only slots are copied then.
+    copies = ids if layer == 0 else windows
+    assert bench.library.launches() == ["copy"] * copies + ["gather", "project_chain"]
+
+
+def test_more_tokens_go_in_chunks(bench: Bench) -> None:
+    bench.backend.project(0, np.arange(300), windows=random_windows(300, seed=1))
+    assert bench.library.launches().count("project_chain") == 3
+
+
+def test_rows_of_a_table_on_disk_are_gathered_in_the_order_asked_for() -> None:
+    table, library = table_of(1), Library()
+    reader = DiskRows(library, table, 24, 64)  # type: ignore[arg-type]
+    for seed, count in ((1, 64), (2, 3), (3, 64)):
+        ids = np.random.default_rng(seed).integers(0, table.num_rows, (count, 24))
+        given = reader.read(ids)
+        assert given.num_rows == ids.size
+        rows = memory(given.codes, ids.size * 512).reshape(-1, 512)
+        assert np.array_equal(rows, table.gather_stored(ids.ravel()))
+        places = memory(reader.places, ids.size * 8).view(np.int64)
+        assert np.array_equal(places, np.arange(ids.size))
+    reader.close()
+
+
+def memory(address: int, num_bytes: int) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def test_a_gate_is_one_call(bench: Bench) -> None:
+    for count in (1, 33, 300):
+        residual = torch.zeros((count, 4, DIM))
+        bench.backend.gate(0, np.arange(count), NOBODY_DEAD[:count], residual, residual)
+        assert bench.library.launches() == ["gate_host"]
+
+
+def test_a_graph_replaces_the_launches_of_small_batches() -> None:
+    made = Bench(on_disk=False)
+    made.backend.capture_graphs("on")
+    # Two layers: projections over two descriptors, gates of two residual types.
+    assert made.library.calls.count("capture_end") == 2 * 64 * (2 + 2)
+    made.library.launches()
+    for count, wanted in ((1, ["replay"]), (64, ["replay"])):
+        made.backend.project(0, np.arange(count), windows=random_windows(count, seed=1))
+        assert made.library.launches() == wanted
+    made.backend.project(0, np.arange(65), windows=random_windows(65, seed=1))
+    assert "replay" not in made.library.launches()
+    made.backend.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_there_are_no_graphs_over_a_table_on_disk_or_where_they_are_off(
+    bench: Bench, mode: str
+) -> None:
+    bench.backend.capture_graphs(mode)
+    said = {"off": "off", "on": "none: rows are read from disk"}
+    assert bench.backend.numerics["graphs"] == said[mode]
+    assert "capture_begin" not in bench.library.calls
+
+
+def test_what_cannot_be_is_refused_before_any_launch(bench: Bench) -> None:
+    backend, windows = bench.backend, random_windows(2, seed=1)
+    residual = torch.zeros((2, 4, DIM))
+    slots = np.array([0, SLOTS])
+    with pytest.raises(BadTensor, match=f"slots: expected 0..{SLOTS - 1}"):
+        backend.project(0, slots, windows=windows)
+    with pytest.raises(BadTensor, match="exactly one of windows and hash_ids"):
+        backend.project(0, slots)
+    with pytest.raises(BadTensor, match="windows: expected int32"):
+        backend.project(0, slots, windows=windows.astype(np.int64))
+    with pytest.raises(RowOutOfRange, match=r"row ids: expected 0\.\."):
+        backend.project(0, np.arange(2), hash_ids=np.full((2, 24), 10**9))
+    with pytest.raises(BadTensor, match="residual: expected contiguous"):
+        backend.gate(0, np.arange(2), NOBODY_DEAD[:2], residual.double(), residual)
+    with pytest.raises(BadTensor, match="out: expected contiguous"):
+        backend.gate(0, np.arange(2), NOBODY_DEAD[:2], residual, residual.bfloat16())
+    with pytest.raises(BadTensor, match="dead: expected bool"):
+        backend.gate(0, np.arange(2), np.zeros(2, np.int8), residual, residual)  # type: ignore[arg-type]
+    assert bench.library.launches() == []
