@@ -43,11 +43,6 @@ class Lease:
         self.add(num_bytes, what)
         return self._pool.memory.buffer(num_bytes).data
 
-    def reduce(self, num_bytes: int) -> None:
-        """Give a part of the bytes back."""
-        self._pool.give(self._tenant, num_bytes)
-        self.num_bytes -= num_bytes
-
     def close(self) -> None:
         """Give the bytes back. May be called again."""
         self._pool.give(self._tenant, self.num_bytes)

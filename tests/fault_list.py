@@ -258,6 +258,22 @@ FAULTS = (
         "\n",
         "tests/unit/test_scheduler.py::test_small_requests_leave_every_second_batch_to_big_ones",
     ),
+    # ------------------------------------------------------------------ remembered heads
+    fault(
+        "remembered-key-is-not-asked-again",
+        "service/recall.py",
+        "            self._state.access.confirm(known.key)\n",
+        "",
+        "tests/service/test_recall.py::test_a_removed_key_is_refused",
+    ),
+    fault(
+        "remembered-head-of-any-layer",
+        "service/recall.py",
+        "int(layer) not in known_layers or ",
+        "",
+        "tests/service/test_recall.py::"
+        "test_another_path_or_query_is_answered_as_if_nothing_were_remembered",
+    ),
     # ------------------------------------------------------------------ direct reads
     fault(
         "direct-read-at-a-stale-epoch",
@@ -643,12 +659,11 @@ FAULTS = (
         "tests/service/test_rpc_plain.py",
     ),
     fault(
-        "plain-step-keeps-what-it-admitted",
+        "plain-step-admits-its-answer-twice",
         "service/rpc/steps.py",
-        "        lease.reduce(lease.num_bytes - before)\n",
-        "",
+        " - self._admitted, ",
+        ", ",
         "tests/service/test_rpc.py::test_stored_size_of_an_answer_is_admitted",
-        "tests/service/test_rpc_plain.py",
     ),
     # ------------------------------------------------------------------ the client
     fault(

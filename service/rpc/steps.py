@@ -43,12 +43,12 @@ class StepWork:
         self._call = call
         self._request_id: int = message.request_id
         self._views: Mapping[str, TensorView] | None = None
+        self._residual: memoryview | None = None
+        self._admitted = 0  # of the answer, beside the residual
         self.future: Future[StepAnswer] | None = None
         model = call.state.check_open()
         plain = _plain_of(message, model.checkpoint.geometry, model.limits.near_tokens)
-        if plain is not None:
-            self._views = _read_at_once(plain, call, model)
-        if self._views is None:
+        if plain is None or not self._read_at_once(plain, model):
             self._begin(message, model)
 
     def _begin(self, message: pb.StepRequest, model: Model) -> None:
@@ -56,14 +56,47 @@ class StepWork:
         options = messages.options_of(message, call, model)
         views = messages.views_of(message)
         if (residual := views.get("residual")) is not None:
-            copy = call.lease.buffer(residual.data.nbytes, "the answer")
-            copy[:] = residual.data
+            copy = self._residual or self._copy(residual.data)
             views["residual"] = TensorView(residual.dtype, residual.shape, copy)
         self._request = steps.request_of(views, options, model)
         specs = steps.answer_specs(self._request, model)
         specs = {name: spec for name, spec in specs.items() if not name.startswith("residual")}
-        call.lease.add(sum(map(wire.num_bytes, specs.values())), "the answer")
+        call.lease.add(sum(map(wire.num_bytes, specs.values())) - self._admitted, "the answer")
         self.future = model.engine.step(call.tenant, self._request)
+
+    def _copy(self, data: bytes | memoryview) -> memoryview:
+        copy = self._call.lease.buffer(len(data), "the answer")
+        copy[:] = data
+        return copy
+
+    def _read_at_once(self, plain: _Plain, model: Model) -> bool:
+        """Update a residual that the engine can update here and now; False: nothing was changed."""
+        begun = time.perf_counter()
+        call, count = self._call, plain.num_tokens
+        self._residual = copy = self._copy(plain.residual)
+        self._admitted = 16 + count
+        call.lease.add(self._admitted, "the answer")
+        read = OneRead(
+            plain.session_id,
+            plain.position,
+            count,
+            plain.epoch,
+            model.checkpoint.geometry.layer_index(plain.layer),
+            addressof(c_char.from_buffer(copy)),
+            plain.dtype == "F32",
+        )
+        answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
+        if answer is None:
+            return False
+        self._views = {
+            "length": _number(answer.length),
+            "epoch": _number(answer.epoch),
+            "dead": TensorView("U8", (count,), memoryview(answer.dead)),
+            f"residual.{plain.layer}": TensorView(plain.dtype, plain.shape, copy),
+        }
+        call.stages["check"] = time.perf_counter() - begun - answer.gate_s
+        call.stages["gate"] = answer.gate_s
+        return True
 
     def reply(self) -> bytes:
         """Return the message of the answer as it goes out. Raises what the step is refused for."""
@@ -122,37 +155,6 @@ def _plain_of(message: pb.StepRequest, geometry: Geometry, most_tokens: int) -> 
     if len(data) != wire.num_bytes((dtype, shape)):
         return None
     return _Plain(**numbers, layer=layers[0], dtype=dtype, shape=shape, residual=data)
-
-
-def _read_at_once(plain: _Plain, call: Call, model: Model) -> Mapping[str, TensorView] | None:
-    """Update a residual that the engine can update here and now; None: nothing was changed."""
-    begun = time.perf_counter()
-    lease, count = call.lease, plain.num_tokens
-    before = lease.num_bytes
-    copy = lease.buffer(len(plain.residual), "the answer")
-    lease.add(16 + count, "the answer")
-    copy[:] = plain.residual
-    read = OneRead(
-        plain.session_id,
-        plain.position,
-        count,
-        plain.epoch,
-        model.checkpoint.geometry.layer_index(plain.layer),
-        addressof(c_char.from_buffer(copy)),
-        plain.dtype == "F32",
-    )
-    answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
-    if answer is None:
-        lease.reduce(lease.num_bytes - before)
-        return None
-    call.stages["check"] = time.perf_counter() - begun - answer.gate_s
-    call.stages["gate"] = answer.gate_s
-    return {
-        "length": _number(answer.length),
-        "epoch": _number(answer.epoch),
-        "dead": TensorView("U8", (count,), memoryview(answer.dead)),
-        f"residual.{plain.layer}": TensorView(plain.dtype, plain.shape, copy),
-    }
 
 
 def _number(value: int) -> TensorView:
