@@ -138,3 +138,14 @@ def test_cuda_without_a_cuda_backend_is_refused(
     monkeypatch.setattr(loader, "_CUDA_MODULE", "engram_core.backends.no_such_module")
     with pytest.raises(EngramError, match="no CUDA backend"):
         load(opened(tmp_path), device="cuda:0", num_slots=4)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_cuda_is_told_where_and_whether_by_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
+) -> None:
+    told: dict[str, object] = {}
+    monkeypatch.setattr(loader, "_cuda_loader", lambda: lambda _, **named: told.update(named))
+    load(opened(tmp_path), device="cuda:1", placement="disk", num_slots=4, graphs=graphs)
+    assert (told["device"], told["placement"], told["num_slots"]) == ("cuda:1", "disk", 4)
+    assert told["graphs"] == graphs
