@@ -41,7 +41,8 @@ PREFILL = 8192
 LENGTH = struct.Struct("<q")
 _REGISTERED: list[Any] = []
 ON_LANES = (
-    "import sys; import service.loading as loading; loading.NEAR_TOKENS = 0;"
+    "import sys; import service.loading as loading;"
+    "loading.NEAR_TOKENS = loading.CUDA_NEAR_TOKENS = 0;"
     "from service.cli import main; sys.argv[0] = 'engram'; main()"
 )
 

@@ -176,11 +176,15 @@ class CpuGate:
 
 
 class NearKeys:
-    """The kv store's keys of positions of one session, and which are dead: half of a `NearRead`."""
+    """The kv store's keys of positions of one session, and which are dead: half of a `NearRead`.
 
-    max_tokens = 64
+    max_tokens: of a read
+    """
 
-    def __init__(self, library: CpuLibrary, layer_index: int, tables: EngramHashTables) -> None:
+    def __init__(
+        self, library: CpuLibrary, layer_index: int, tables: EngramHashTables, max_tokens: int = 64
+    ) -> None:
+        self.max_tokens = max_tokens
         self._width = (2 + tables.max_ngram_size) * 4
         self._keys = (c_char * (self._width * self.max_tokens))()
         self._view = memoryview(self._keys).cast("B")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engram_core.backends import native as abi
-from engram_core.backends.cuda_backend import CudaBackend, Sizes
+from engram_core.backends.cuda_backend import NEAR_LANES, CudaBackend, Sizes
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import (
     DeviceLayer,
@@ -150,7 +150,8 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     """Add up what the backend holds on the device and beside it."""
     geometry, sizes = checkpoint.geometry, Sizes()
     residual_bytes = geometry.hc_mult * geometry.dim * 4
-    lanes = (sizes.num_lanes + 1) * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
+    num_lanes = sizes.num_lanes + NEAR_LANES
+    lanes = num_lanes * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
     pinned = lanes + sizes.lane_tokens * 2 * geometry.kv_bytes
     row_bytes = sum(layer.table.row_bytes + 8 for layer in checkpoint.layers)  # if on disk
     pinned += (sizes.chunk_tokens + sizes.lane_tokens) * geometry.n_hash_cols * 2 * row_bytes

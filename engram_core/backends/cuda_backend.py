@@ -76,6 +76,10 @@ class Sizes:
     num_lanes: int = 16
 
 
+NEAR_LANES = 4
+"""Pieces in flight of a read that the asking thread makes."""
+
+
 class CudaBackend:
     """Implements `backends.base.Backend` on one CUDA device.
 
@@ -334,8 +338,8 @@ class CudaBackend:
             self.engram,
             stream,
             self._projections,
-            num_lanes=1,
-            mapped_tokens=abi.INLINE_TOKENS,
+            num_lanes=NEAR_LANES,
+            mapped_tokens=self._gates.mapped_tokens,
             device_index=self._device_index,
         )
         self._owned.callback(gates.close)

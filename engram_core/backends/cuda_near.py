@@ -1,8 +1,9 @@
 """Small residual reads on the GPU by the thread that asks, beside whatever a lane is running.
 
-A gate of its own (stream, event, parameters), so that it waits for no lane: in place in pinned
-memory, 25 to 40 us, less than handing the read over and back. What would have to wait, for a
-projection or for a copy, is not taken.
+Gates of their own (streams, events, parameters), so that they wait for no lane: 25 us for a token,
+some 600 for 512, while the general way's arrays and hand-overs take 1,100 on such a host
+(docs/notes/gpu_host.md). What would have to wait, for a projection or for pageable memory, is not
+taken.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from engram_core.backends.gates import HostGates
 from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.projections import Projections
 from engram_core.geometry import EngramHashTables
+
+MAX_TOKENS = 512
+"""Longer reads hold up others for longer than they gain."""
 
 
 class CudaNearRead(NearKeys):
@@ -33,7 +37,7 @@ class CudaNearRead(NearKeys):
         token_values: int,
         select: Callable[[], None],
     ) -> None:
-        super().__init__(library, layer_index, tables)
+        super().__init__(library, layer_index, tables, MAX_TOKENS)
         self._layer_index = layer_index
         self._gates, self._projections, self._memory = gates, projections, memory
         self._token_values = token_values
@@ -42,7 +46,7 @@ class CudaNearRead(NearKeys):
         self._addresses = addressof(self._slots), addressof(self._dead)
 
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
-        """Gate in place (see `NearRead.gate`). Raises Internal: the device has failed."""
+        """Gate in pinned memory (see `NearRead.gate`). Raises Internal: the device has failed."""
         count = len(slots)
         num_bytes = count * self._token_values * (4 if is_f32 else 2)
         if not self._memory.holds(residual, num_bytes):
@@ -51,7 +55,5 @@ class CudaNearRead(NearKeys):
         self._select()
         if self._projections.of(self._places[:count]) is not None:
             return False
-        self._gates.run_in_place(
-            self._layer_index, count, (*self._addresses, residual), is_f32=is_f32
-        )
+        self._gates.run_at(self._layer_index, count, (*self._addresses, residual), is_f32=is_f32)
         return True

@@ -131,15 +131,16 @@ class HostGates:
         with self._shares.measure(params, observer):
             self._native.gate_host(reference, *addresses, count)
 
-    def run_in_place(
+    def run_at(
         self, layer_index: int, count: int, addresses: tuple[int, int, int], *, is_f32: bool
     ) -> None:
-        """Gate pinned memory and wait. Raises: BadTensor, Internal.
+        """Gate a residual in pinned memory, and wait. T >= 1. Raises: BadTensor, Internal.
 
-        addresses: of slots (int64), dead flags, residual; count: 1..INLINE_TOKENS
+        addresses: of slots (int64), dead flags, residual
         """
         params, reference = self._params[layer_index][is_f32]
-        params.way, params.is_pageable = abi.WAY_MAPPED, False
+        params.way = abi.WAY_MAPPED if count <= self.mapped_tokens else abi.WAY_COPIED
+        params.is_pageable = False
         params.piece_tokens = INLINE_TOKENS
         slots, dead, residual = addresses
         self._native.gate_host(reference, slots, dead, residual, residual, count)

@@ -124,7 +124,7 @@ def test_more_than_can_be_pinned_stays_plain(native: Native) -> None:
     made.arrays.close()
 
 
-@pytest.mark.parametrize("count", [1, 5, 16])
+@pytest.mark.parametrize("count", [1, 5, 33, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
     native: Native, count: int, dtype: torch.dtype
@@ -133,11 +133,11 @@ def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
     made.backend.pin_in_flight(16 << 20)
     made.backend.offer_near_reads()
     assert len(made.backend.near_reads) == 2, made.backend.numerics["near_reads"]
-    limits = EngineLimits(near_tokens=16, near_jobs=False, ahead_tokens=0)
+    limits = EngineLimits(near_tokens=512, near_jobs=False, ahead_tokens=0)
     with Engine(made.backend, limits) as engine:
         engine.attach(lambda call: call())
         session = engine.open("", OpenRequest()).session_id
-        ids, mask = np.arange(40) % 7, np.arange(40) % 5 != 3
+        ids, mask = np.arange(600) % 7, np.arange(600) % 5 != 3
         engine.push("", session, 0, ids, mask)
         residual = torch.randn((count, 4, 1024)).to(dtype)
         for layer_index, layer in enumerate(made.geometry.layer_ids):
@@ -161,7 +161,7 @@ def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
             assert same_bits(plain, residual)
             answer = read(there.data_ptr())
             assert answer is not None
-            assert answer.length == 40
+            assert answer.length == 600
             assert same_bits(there, want)
     made.backend.close()
     made.arrays.close()
