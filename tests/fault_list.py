@@ -266,14 +266,6 @@ FAULTS = (
         "",
         "tests/service/test_recall.py::test_a_removed_key_is_refused",
     ),
-    fault(
-        "remembered-head-of-any-layer",
-        "service/recall.py",
-        "int(layer) not in known_layers or ",
-        "",
-        "tests/service/test_recall.py::"
-        "test_another_path_or_query_is_answered_as_if_nothing_were_remembered",
-    ),
     # ------------------------------------------------------------------ direct reads
     fault(
         "direct-read-at-a-stale-epoch",
@@ -814,6 +806,27 @@ FAULTS = (
         "        self.region = None\n        if self._exchange",
         "        if self._exchange",
         f"{SHM}::test_a_region_ends_with_its_connection_and_takes_its_pages_along",
+    ),
+    fault(
+        "cuda-graphs-not-told",
+        "engram_core/loader.py",
+        "            graphs=graphs,\n",
+        "",
+        "tests/unit/test_loader.py::test_cuda_is_told_where_and_whether_by_graphs",
+    ),
+    fault(
+        "cuda-disk-rows-in-another-order",
+        "engram_core/backends/disk_rows.py",
+        "self._table.gather_stored(hash_ids.reshape(-1))",
+        "self._table.gather_stored(np.sort(hash_ids.reshape(-1)))",
+        "tests/unit/test_cuda_calls.py",
+    ),
+    fault(
+        "cuda-graphs-over-a-table-on-disk",
+        "engram_core/backends/cuda_backend.py",
+        "or not self.num_slots or any(self._disk_rows):",
+        "or not self.num_slots:",
+        "tests/unit/test_cuda_calls.py",
     ),
     fault(
         "two-engines-over-one-backend",
