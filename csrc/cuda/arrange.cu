@@ -3,7 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "../engram.h"
-#include "../formats/arranged.h"
+#include "../formats/arranged_blocks.h"
+#include "../formats/formats.h"
 #include "../status.h"
 
 namespace engram {
@@ -49,14 +50,16 @@ __global__ void __launch_bounds__(kArrangeWarps * 32)
   if (is_exotic) *args.is_exotic = 1;
 }
 
+template <class Arranged>
 __global__ void __launch_bounds__(kArrangeWarps * 32)
-    arrange_q2k_kernel(const __grid_constant__ ArrangeArgs args) {
+    arrange_blocks_kernel(const __grid_constant__ ArrangeArgs args) {
+  constexpr int kStored = Arranged::kStageBytes / kTileOutputs;  // an output's bytes of a stage
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kArrangeWarps + threadIdx.x / 32;
   const int64_t tile = warp / args.num_stages, stage = warp % args.num_stages;
   if (tile >= args.num_tiles) return;
-  ArrangedQ2K::arrange(args.codes + tile * kTileOutputs * args.row_bytes + stage * Q2K::kBlockBytes,
-                       args.row_bytes, static_cast<int>(threadIdx.x % 32),
-                       args.arranged + (tile * args.num_stages + stage) * ArrangedQ2K::kStageBytes);
+  Arranged::arrange(args.codes + tile * kTileOutputs * args.row_bytes + stage * kStored,
+                    args.row_bytes, static_cast<int>(threadIdx.x % 32),
+                    args.arranged + (tile * args.num_stages + stage) * Arranged::kStageBytes);
 }
 
 }  // namespace engram
@@ -69,8 +72,8 @@ engram_status engram_arrange(const engram_arrange_params* params) {
   using namespace engram;
   const int64_t outputs = params->out_features, inputs = params->in_features;
   ENGRAM_REQUIRE(arranged_bytes(params->format, outputs, inputs) > 0,
-                 "arrange: expected Q2_K or E4M3_E8M0_32, outputs in multiples of 32 and inputs of "
-                 "256, got format %d, %lld x %lld",
+                 "arrange: expected Q8_0, Q2_K, Q3_K, Q4_K or E4M3_E8M0_32, outputs in multiples "
+                 "of 32 and inputs of 256, got format %d, %lld x %lld",
                  params->format, static_cast<long long>(outputs), static_cast<long long>(inputs));
   const bool is_fp8 = params->format == ENGRAM_E4M3_E8M0_32;
   ENGRAM_REQUIRE((params->scales != nullptr) == is_fp8,
@@ -82,12 +85,15 @@ engram_status engram_arrange(const engram_arrange_params* params) {
   args.is_exotic = params->is_exotic;
   args.num_tiles = outputs / kTileOutputs;
   args.num_stages = inputs / kStageValues;
-  args.row_bytes = is_fp8 ? inputs : args.num_stages * Q2K::kBlockBytes;
+  args.row_bytes = is_fp8 ? inputs : row_bytes(params->format, inputs);
   args.num_scales = outputs / 32 * (inputs / 32);
   const int64_t blocks = (args.num_tiles * args.num_stages + kArrangeWarps - 1) / kArrangeWarps;
   ENGRAM_REQUIRE(blocks <= 0x7FFFFFFF, "arrange: %lld x %lld are too many values",
                  static_cast<long long>(outputs), static_cast<long long>(inputs));
-  const auto kernel = is_fp8 ? arrange_e4m3_kernel : arrange_q2k_kernel;
+  void (*kernel)(ArrangeArgs) = arrange_e4m3_kernel;
+  visit_arranged_blocks(params->format, [&](auto arranged) {
+    kernel = arrange_blocks_kernel<decltype(arranged)>;
+  });
   kernel<<<static_cast<unsigned>(blocks), kArrangeWarps * 32, 0,
            static_cast<cudaStream_t>(params->stream)>>>(args);
   ENGRAM_CUDA(cudaGetLastError());

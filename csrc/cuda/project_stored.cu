@@ -12,138 +12,15 @@
 #include <cuda_runtime.h>
 
 #include "../engram.h"
-#include "../formats/arranged.h"
 #include "../status.h"
 #include "dependent.cuh"
 #include "mma.cuh"
-#include "slots.cuh"
+#include "project_stored.h"
+#include "stored_streams.cuh"
 
 namespace engram {
 
 constexpr int kTokenBytes = kStageValues * 2;  // of one token in a stage
-
-struct StoredArgs {
-  const __nv_bfloat16* rows;
-  const uint8_t* wkv;
-  __nv_bfloat16* kv;
-  int64_t num_tokens, in_features, out_features;
-  SlotList list;
-};
-
-// Weights are read once: past L1.
-__device__ __forceinline__ uint4 stream16(const uint8_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ uint2 stream8(const uint8_t* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(v.x), "=r"(v.y)
-               : "l"(p));
-  return v;
-}
-
-// A lane's view of one tile in E4M3: eight units in flight, each replaced as it is used up.
-struct E4M3Stream {
-  static constexpr int kAhead = 1;
-  const uint8_t* codes;
-  const uint8_t* scales;
-  uint4 unit[kUnits];
-  uint2 stage_scales, next_scales;  // eight units share them with the 32 outputs around
-
-  __device__ __forceinline__ void start(const StoredArgs& args, int64_t tile, int lane) {
-    codes = args.wkv + tile * kTileOutputs * args.in_features + lane * 16;
-    scales = args.wkv + args.out_features * args.in_features + tile / 2 * (args.in_features / 32);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) unit[i] = stream16(codes + i * ArrangedE4M3::kUnitBytes);
-    next_scales = stream8(scales);
-  }
-
-  __device__ __forceinline__ void begin_stage(int, int, bool has_next) {
-    codes += ArrangedE4M3::kStageBytes;
-    scales += kUnits;
-    stage_scales = next_scales;
-    if (has_next) next_scales = stream8(scales);
-  }
-
-  template <int kUnit>
-  __device__ __forceinline__ void decode(uint32_t (&a)[2][4], bool has_next, int) {
-    const uint32_t word = kUnit < 4 ? stage_scales.x : stage_scales.y;
-    const uint32_t factor = ArrangedE4M3::factor((word >> (8 * (kUnit % 4))) & 0xFFu);
-    ArrangedE4M3::decode(unit[kUnit].x, unit[kUnit].y, factor, a[0]);
-    ArrangedE4M3::decode(unit[kUnit].z, unit[kUnit].w, factor, a[1]);
-    if (has_next) unit[kUnit] = stream16(codes + kUnit * ArrangedE4M3::kUnitBytes);
-  }
-};
-
-// The same in Q2_K, kAhead stages ahead of the one in use. Four lanes have the same two outputs:
-// each computes the values of every fourth group, and they exchange them.
-template <int kAheadOf>
-struct Q2KStream {
-  static constexpr int kAhead = kAheadOf;
-  struct Stage {
-    uint4 codes[2];
-    uint2 scales, d;
-  };
-  const uint8_t* stages;
-  Stage now, next[kAhead];
-  ArrangedQ2K::Factors top_factors, bottom_factors;
-  ArrangedQ2K::Values top, bottom;
-
-  __device__ __forceinline__ void start(const StoredArgs& args, int64_t tile, int lane) {
-    stages = args.wkv + tile * (args.in_features / kStageValues) * ArrangedQ2K::kStageBytes;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (i < args.in_features / kStageValues) fetch(next[i], lane, true);
-  }
-
-  __device__ __forceinline__ void begin_stage(int lane, int turn, bool has_next) {
-    now = next[turn];
-    fetch(next[turn], lane, has_next);
-    top_factors = ArrangedQ2K::factors(now.d.x);
-    bottom_factors = ArrangedQ2K::factors(now.d.y);
-  }
-
-  template <int kUnit>
-  __device__ __forceinline__ void decode(uint32_t (&a)[2][4], bool, int) {
-    constexpr int kQuarter = kUnit / 2;  // of the stage: four groups, one a lane of four
-    if (kUnit % 2 == 0) {
-      const int shift = kQuarter / 2 * 16;
-      top = ArrangedQ2K::values(now.scales.x >> shift, kQuarter % 2, top_factors);
-      bottom = ArrangedQ2K::values(now.scales.y >> shift, kQuarter % 2, bottom_factors);
-    }
-    const uint4& half = now.codes[kUnit / 4];
-    const uint32_t word = kUnit % 4 == 0   ? half.x
-                          : kUnit % 4 == 1 ? half.y
-                          : kUnit % 4 == 2 ? half.z
-                                           : half.w;
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      const int owner = kUnit % 2 * 2 + step;
-      ArrangedQ2K::decode(word, step, of_lane(top, owner), of_lane(bottom, owner), a[step]);
-    }
-  }
-
- private:
-  // Behind the end the last stage again, and unused: a load under a condition costs register moves.
-  __device__ __forceinline__ void fetch(Stage& stage, int lane, bool is_inside) {
-    const uint8_t* from = is_inside ? stages : stages - ArrangedQ2K::kStageBytes;
-    stage.codes[0] = stream16(from + lane * 16);
-    stage.codes[1] = stream16(from + 512 + lane * 16);
-    stage.scales = stream8(from + ArrangedQ2K::kScalesAt + lane * 8);
-    stage.d = stream8(from + ArrangedQ2K::kFactorsAt + lane / 4 * 8);
-    if (is_inside) stages += ArrangedQ2K::kStageBytes;
-  }
-
-  __device__ __forceinline__ static ArrangedQ2K::Values of_lane(const ArrangedQ2K::Values& y,
-                                                                int owner) {
-    return {__shfl_sync(0xFFFFFFFFu, y.low, owner, 4), __shfl_sync(0xFFFFFFFFu, y.high, owner, 4)};
-  }
-};
 
 // 16-byte chunk of a token in a stage, swizzled so that ldmatrix is free of bank conflicts.
 __device__ __forceinline__ uint32_t token_chunk(uint32_t stage, int token, int chunk) {
@@ -169,7 +46,7 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[kTiles][kTokens / 8]
   uint32_t a[kTiles][2][4];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
-    streams[tile].template decode<kUnit>(a[tile], has_next, lane);
+    streams[tile].template decode<kUnit>(a[tile], has_next);
 #pragma unroll
   for (int n = 0; n < kTokens / 8; ++n) {
     uint32_t b[4];  // 8 tokens
@@ -241,7 +118,7 @@ __device__ __forceinline__ void project_tiles(const StoredArgs& args, uint8_t* s
   // The first weights are on their way while the rows are still being gathered.
   if (has_work)
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) streams[tile].start(args, first_tile + tile, lane);
+    for (int tile = 0; tile < kTiles; ++tile) streams[tile].start(args, first_tile + tile, lane, 0);
   await_prerequisites();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch_tokens(stage);
@@ -257,7 +134,7 @@ __device__ __forceinline__ void project_tiles(const StoredArgs& args, uint8_t* s
       const uint32_t tokens = base + stage % kStages * Class::kStageBytes;
       const bool has_next = stage + Stream::kAhead < num_stages;
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) streams[tile].begin_stage(lane, turn, has_next);
+      for (int tile = 0; tile < kTiles; ++tile) streams[tile].begin_stage(turn, has_next);
       multiply_unit<0, kTokens>(sums, streams, tokens, has_next, lane);
       multiply_unit<1, kTokens>(sums, streams, tokens, has_next, lane);
       multiply_unit<2, kTokens>(sums, streams, tokens, has_next, lane);
@@ -318,16 +195,36 @@ engram_status launch_stored(const StoredArgs& args, cudaStream_t stream) {
 
 // Up to 16 tokens FP8 waits for its bytes, and two blocks a multiprocessor do not wait for each
 // other at barriers (42.2 us instead of 43.5); Q2_K computes, and is better off with one (39.8
-// instead of 42.8). From 32 tokens on a warp with two tiles reads each token once for both.
-template <class Few, class Many, int kBlocks>
+// instead of 42.8). From 32 tokens on a warp with two tiles reads each token once for both, where
+// the registers suffice.
+template <class Few, class Many, int kBlocks, int kTiles = 2>
 engram_status launch_class(const StoredArgs& args, cudaStream_t stream) {
-  constexpr int kWarps = 16 / kBlocks;
+  constexpr int kWarps = 16 / kBlocks, kManyWarps = kTiles == 2 ? 8 : 16;
   if (args.num_tokens <= 8)
     return launch_stored<Few, Class<8, 4, 1, kWarps, kBlocks>>(args, stream);
   if (args.num_tokens <= 16)
     return launch_stored<Few, Class<16, 4, 1, kWarps, kBlocks>>(args, stream);
-  if (args.num_tokens <= 32) return launch_stored<Many, Class<32, 4, 2, 8, 1>>(args, stream);
-  return launch_stored<Many, Class<64, 3, 2, 8, 1>>(args, stream);
+  if (args.num_tokens <= 32)
+    return launch_stored<Many, Class<32, 4, kTiles, kManyWarps, 1>>(args, stream);
+  return launch_stored<Many, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, stream);
+}
+
+engram_status launch_mma(int32_t format, const StoredArgs& args, cudaStream_t stream) {
+  using Q2 = Q2KStream<2, ByShuffle>;
+  using Q3 = Q3KStream<1, ByShuffle>;
+  using Q4 = Q4KStream<ByShuffle>;
+  switch (format) {
+    case ENGRAM_Q2_K:
+      return launch_class<Q2, Q2KStream<1, ByShuffle>, 1>(args, stream);
+    case ENGRAM_Q3_K:
+      return launch_class<Q3, Q3, 1, 1>(args, stream);
+    case ENGRAM_Q4_K:
+      return launch_class<Q4, Q4, 1, 1>(args, stream);
+    case ENGRAM_Q8_0:
+      return launch_class<Q80Stream, Q80Stream, 1, 1>(args, stream);
+    default:
+      return launch_class<E4M3Stream, E4M3Stream, 2>(args, stream);
+  }
 }
 
 }  // namespace engram
@@ -336,8 +233,8 @@ engram_status engram_project_stored(const engram_project_stored_params* params) 
   using namespace engram;
   const engram_project_params& project = params->project;
   ENGRAM_REQUIRE(arranged_bytes(params->format, project.out_features, project.in_features) > 0,
-                 "project_stored: expected Q2_K or E4M3_E8M0_32, outputs in multiples of 32 and "
-                 "inputs of 256, got format %d, %lld x %lld",
+                 "project_stored: expected Q8_0, Q2_K, Q3_K, Q4_K or E4M3_E8M0_32, outputs in "
+                 "multiples of 32 and inputs of 256, got format %d, %lld x %lld",
                  params->format, static_cast<long long>(project.out_features),
                  static_cast<long long>(project.in_features));
   ENGRAM_REQUIRE(project.num_tokens >= 0 && project.num_tokens <= ENGRAM_INLINE_TOKENS,
@@ -351,9 +248,9 @@ engram_status engram_project_stored(const engram_project_stored_params* params) 
   args.num_tokens = project.num_tokens;
   args.in_features = project.in_features;
   args.out_features = project.out_features;
-  fill_slot_list(args.list, project.slots, nullptr, project.num_tokens);
+  fill_slot_list(args.list, project.slots, nullptr, project.num_tokens,
+                 project.slots_on_device != 0);
   const cudaStream_t stream = static_cast<cudaStream_t>(project.stream);
-  if (params->format == ENGRAM_Q2_K)
-    return launch_class<Q2KStream<2>, Q2KStream<1>, 1>(args, stream);
-  return launch_class<E4M3Stream, E4M3Stream, 2>(args, stream);
+  if (params->form == ENGRAM_STORED_WGMMA) return launch_wgmma(params->format, args, stream);
+  return launch_mma(params->format, args, stream);
 }

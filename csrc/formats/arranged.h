@@ -7,6 +7,7 @@
 //
 // E4M3:  [tile][unit of 32 k][lane][16 bytes], then the scales as they were, [n / 32][k / 32].
 // Q2_K:  [tile][stage] of 1344 bytes: codes [2][lane][16], scales [lane][8], d and dmin [l / 4][8].
+// Q8_0, Q3_K, Q4_K: arranged_blocks.h.
 #pragma once
 
 #include "q2_k.h"
@@ -67,6 +68,15 @@ ENGRAM_HD uint32_t pack_bf16x2(float low, float high) {
 #endif
 }
 
+// a * b - c, rounded once.
+ENGRAM_HD float fused_sub(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, -c);
+#else
+  return __builtin_fmaf(a, b, -c);
+#endif
+}
+
 struct ArrangedE4M3 {
   static constexpr int kUnitBytes = kTileOutputs * kUnitValues;
   static constexpr int kStageBytes = kUnits * kUnitBytes;
@@ -102,6 +112,7 @@ struct ArrangedE4M3 {
 };
 
 struct ArrangedQ2K {
+  using Block = Q2K;
   static constexpr int kStageBytes = kTileOutputs * Q2K::kBlockBytes;
   static constexpr int kScalesAt = 1024, kFactorsAt = 1280;
 
@@ -132,8 +143,8 @@ struct ArrangedQ2K {
   ENGRAM_HD static Values values(uint32_t word, int part, const Factors& f) {
     const float scale = mul(nibble(word, 8 * part), f.d[part]);
     const float min = mul(nibble(word, 8 * part + 4), f.dmin[part]);
-    return {pack_bf16x2(fused(scale, 0.0f, min), fused(scale, 1.0f, min)),
-            pack_bf16x2(fused(scale, 2.0f, min), fused(scale, 3.0f, min))};
+    return {pack_bf16x2(fused_sub(scale, 0.0f, min), fused_sub(scale, 1.0f, min)),
+            pack_bf16x2(fused_sub(scale, 2.0f, min), fused_sub(scale, 3.0f, min))};
   }
 
   // Chunk c of a word (step c / 2, outputs of half c % 2): its codes are bits 2c and 2c + 1 of
@@ -180,26 +191,6 @@ struct ArrangedQ2K {
         to[kFactorsAt + lane * 2 + 4 + i] = bottom[80 + i];
       }
   }
-
- private:
-  ENGRAM_HD static float fused(float scale, float code, float min) {
-#ifdef __CUDA_ARCH__
-    return __fmaf_rn(scale, code, -min);
-#else
-    return __builtin_fmaf(scale, code, -min);
-#endif
-  }
 };
-
-// Bytes of wkv arranged; -1 where this format or these sizes are not.
-inline int64_t arranged_bytes(int32_t format, int64_t out_features, int64_t in_features) {
-  const bool is_fp8 = format == 1000 /* ENGRAM_E4M3_E8M0_32 */;
-  const bool is_q2k = format == 10 /* ENGRAM_Q2_K */;
-  if (out_features <= 0 || in_features <= 0 || in_features % kStageValues != 0) return -1;
-  if (is_fp8 && out_features % 32 == 0) return out_features * in_features / 1024 * 1025;
-  if (is_q2k && out_features % 32 == 0)
-    return out_features * (in_features / Q2K::kBlockValues) * Q2K::kBlockBytes;
-  return -1;
-}
 
 }  // namespace engram

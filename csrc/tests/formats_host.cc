@@ -1,11 +1,89 @@
 // Host build of the row formats and the hash, for tests/native: the same headers, the same bits.
 // g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC
-#include "../formats/arranged.h"
+#include "../formats/arranged_blocks.h"
 #include "../formats/formats.h"
 #include "../formats/requantize.h"
 #include "../hash.h"
 
 using namespace engram;
+
+// The A registers of one unit of every lane, as the kernels make them.
+static void decode_e4m3(int64_t outputs, int64_t inputs, const uint8_t* arranged, int64_t tile,
+                        int64_t unit, int lane, uint32_t (&a)[2][4]) {
+  const int64_t units = inputs / kUnitValues;
+  uint32_t word[4];
+  memcpy(word, arranged + (tile * units + unit) * ArrangedE4M3::kUnitBytes + lane * 16, 16);
+  const uint32_t factor =
+      ArrangedE4M3::factor(arranged[outputs * inputs + tile / 2 * units + unit]);
+  ArrangedE4M3::decode(word[0], word[1], factor, a[0]);
+  ArrangedE4M3::decode(word[2], word[3], factor, a[1]);
+}
+
+template <class T>
+static T at(const uint8_t* p) {
+  T value;
+  memcpy(&value, p, sizeof value);
+  return value;
+}
+
+static void decode_unit(ArrangedQ80, const uint8_t* stage, int unit, int lane,
+                        uint32_t (&a)[2][4]) {
+  using Q = ArrangedQ80;
+  const uint8_t* codes = stage + unit * Q::kUnitBytes + lane * 16;
+  const uint8_t* d = stage + Q::kFactorsAt + lane / 4 * 32 + unit * 4;
+  const float top = half_to_float(at<uint16_t>(d)), bottom = half_to_float(at<uint16_t>(d + 2));
+  for (int step = 0; step < 2; ++step)
+    Q::decode(at<uint32_t>(codes + step * 8), at<uint32_t>(codes + step * 8 + 4), top, bottom,
+              a[step]);
+}
+
+static void decode_unit(ArrangedQ2K, const uint8_t* stage, int unit, int lane,
+                        uint32_t (&a)[2][4]) {
+  using Q = ArrangedQ2K;
+  const int quarter = unit / 2;
+  const uint32_t word = at<uint32_t>(stage + unit / 4 * 512 + lane * 16 + unit % 4 * 4);
+  for (int step = 0; step < 2; ++step) {
+    const int owner = lane / 4 * 4 + unit % 2 * 2 + step;
+    Q::Values y[2];
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t scales = at<uint32_t>(stage + Q::kScalesAt + owner * 8 + i * 4);
+      const uint32_t d = at<uint32_t>(stage + Q::kFactorsAt + owner / 4 * 8 + i * 4);
+      y[i] = Q::values(scales >> (quarter / 2 * 16), quarter % 2, Q::factors(d));
+    }
+    Q::decode(word, step, y[0], y[1], a[step]);
+  }
+}
+
+template <class Q>
+static SixBits six_of(const uint8_t* stage, int lane) {
+  return SixBits::unpack(at<uint32_t>(stage + Q::kScalesAt + lane * 4),
+                         at<uint16_t>(stage + Q::kHalvesAt + lane * 2));
+}
+
+static void decode_unit(ArrangedQ4K, const uint8_t* stage, int unit, int lane,
+                        uint32_t (&a)[2][4]) {
+  using Q = ArrangedQ4K;
+  const uint8_t* d = stage + Q::kFactorsAt + lane / 4 * 8;
+  const Q::Values y = Q::values(six_of<Q>(stage, lane / 4 * 4 + unit / 2), unit % 2,
+                                at<uint32_t>(d), at<uint32_t>(d + 4));
+  for (int step = 0; step < 2; ++step)
+    Q::decode(at<uint32_t>(stage + unit / 2 * 512 + lane * 16 + unit % 2 * 8 + step * 4), y,
+              a[step]);
+}
+
+static void decode_unit(ArrangedQ3K, const uint8_t* stage, int unit, int lane,
+                        uint32_t (&a)[2][4]) {
+  using Q = ArrangedQ3K;
+  const uint32_t d = at<uint32_t>(stage + Q::kFactorsAt + lane / 4 * 4);
+  const uint32_t low = at<uint32_t>(stage + unit / 4 * 512 + lane * 16 + unit % 4 * 4);
+  const uint32_t high = at<uint32_t>(stage + Q::kHighAt + lane * 16 + unit / 2 * 4);
+  for (int step = 0; step < 2; ++step) {
+    const SixBits six = six_of<Q>(stage, lane / 4 * 4 + unit % 2 * 2 + step);
+    const int at_bit = 6 * (unit / 2);
+    Q::decode(Q::selectors(low, step, high, unit % 2 * 2 + step),
+              Q::values(six.top >> at_bit, d), Q::values(six.bottom >> at_bit, d >> 16), a[step]);
+  }
+}
 
 extern "C" {
 
@@ -40,13 +118,14 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
   for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
     for (int64_t stage = 0; stage < stages; ++stage)
       for (int lane = 0; lane < 32; ++lane) {
-        if (format == ENGRAM_Q2_K) {
-          const int64_t stride = stages * Q2K::kBlockBytes;
-          ArrangedQ2K::arrange(codes + tile * kTileOutputs * stride + stage * Q2K::kBlockBytes,
-                               stride, lane,
-                               to + (tile * stages + stage) * ArrangedQ2K::kStageBytes);
-          continue;
-        }
+        const bool is_blocks = visit_arranged_blocks(format, [&](auto tag) {
+          using Arranged = decltype(tag);
+          constexpr int kStored = Arranged::kStageBytes / kTileOutputs;  // an output's, of a stage
+          const int64_t stride = stages * kStored;
+          Arranged::arrange(codes + tile * kTileOutputs * stride + stage * kStored, stride, lane,
+                            to + (tile * stages + stage) * Arranged::kStageBytes);
+        });
+        if (is_blocks) continue;
         for (int unit = 0; unit < kUnits; ++unit)
           for (int byte = 0; byte < 16; ++byte) {
             const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, byte);
@@ -55,50 +134,22 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
                              unit * kUnitValues + place.k];
           }
       }
-  if (format != ENGRAM_Q2_K) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
-}
-
-// The A registers of one step of every lane, as project_stored.cu makes them.
-static void decode_e4m3(int64_t outputs, int64_t inputs, const uint8_t* arranged, int64_t tile,
-                        int64_t unit, int lane, uint32_t (&a)[2][4]) {
-  const int64_t units = inputs / kUnitValues;
-  uint32_t word[4];
-  memcpy(word, arranged + (tile * units + unit) * ArrangedE4M3::kUnitBytes + lane * 16, 16);
-  const uint32_t factor =
-      ArrangedE4M3::factor(arranged[outputs * inputs + tile / 2 * units + unit]);
-  ArrangedE4M3::decode(word[0], word[1], factor, a[0]);
-  ArrangedE4M3::decode(word[2], word[3], factor, a[1]);
-}
-
-static void decode_q2k(int64_t, int64_t inputs, const uint8_t* arranged, int64_t tile, int64_t unit,
-                       int lane, uint32_t (&a)[2][4]) {
-  const uint8_t* stage = arranged + (tile * (inputs / kStageValues) + unit / kUnits) *
-                                        static_cast<int64_t>(ArrangedQ2K::kStageBytes);
-  const int in_stage = static_cast<int>(unit % kUnits), quarter = in_stage / 2;
-  uint32_t word;
-  memcpy(&word, stage + in_stage / 4 * 512 + lane * 16 + in_stage % 4 * 4, 4);
-  for (int step = 0; step < 2; ++step) {
-    const int owner = lane / 4 * 4 + in_stage % 2 * 2 + step;
-    uint32_t scales[2], d[2];
-    memcpy(scales, stage + ArrangedQ2K::kScalesAt + owner * 8, 8);
-    memcpy(d, stage + ArrangedQ2K::kFactorsAt + owner / 4 * 8, 8);
-    ArrangedQ2K::Values y[2];
-    for (int i = 0; i < 2; ++i)
-      y[i] = ArrangedQ2K::values(scales[i] >> (quarter / 2 * 16), quarter % 2,
-                                 ArrangedQ2K::factors(d[i]));
-    ArrangedQ2K::decode(word, step, y[0], y[1], a[step]);
-  }
+  if (format == ENGRAM_E4M3_E8M0_32) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
 }
 
 // arranged -> bf16 [outputs, inputs], each register's halves put where the tensor core takes them
 void host_decode_arranged(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* arranged,
                           uint16_t* out) {
-  const auto decode = format == ENGRAM_Q2_K ? decode_q2k : decode_e4m3;
   for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
     for (int64_t unit = 0; unit < inputs / kUnitValues; ++unit)
       for (int lane = 0; lane < 32; ++lane) {
         uint32_t a[2][4];
-        decode(outputs, inputs, arranged, tile, unit, lane, a);
+        const bool is_blocks = visit_arranged_blocks(format, [&](auto tag) {
+          const int64_t stage = tile * (inputs / kStageValues) + unit / kUnits;
+          decode_unit(tag, arranged + stage * decltype(tag)::kStageBytes,
+                      static_cast<int>(unit % kUnits), lane, a);
+        });
+        if (!is_blocks) decode_e4m3(outputs, inputs, arranged, tile, unit, lane, a);
         for (int step = 0; step < 2; ++step)
           for (int r = 0; r < 4; ++r)
             for (int half = 0; half < 2; ++half)  // PTX ISA, fragments of m16n8k16

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engram_core.backends.cuda_check import (
     gemm_matches_chain,
+    layer_with_copy,
     stored_matches_chain,
     time_kernels,
 )
@@ -22,7 +23,8 @@ from engram_core.backends.device import Stream
 from engram_core.backends.engram_v41 import CHAIN_TOKENS, EngramV41
 from engram_core.backends.graphs import GraphUse
 from engram_core.backends.native import INLINE_TOKENS, Unsupported
-from engram_core.backends.stored_wkv import StoredWkv
+from engram_core.backends.stored_wkv import STORED_FORMS, StoredWkv
+from engram_core.errors import SelfCheckFailed
 from engram_core.geometry import Geometry
 
 GRAPH_CLASSES = (1, 8, 16, 32, 64)
@@ -68,6 +70,12 @@ def open_gemm(
     Without one the chain serves every T.
     """
     reasons = []
+    if layer_with_copy(engram) is None:
+        numerics["wkv"] = (
+            f"as stored, in passes of {INLINE_TOKENS} tokens, one float32 accumulator a value, k "
+            "ascending; no bf16 copies were kept (wkv_copy off); bits do not depend on the batch"
+        )
+        return False
     for library in candidates:
         try:
             version = engram.open_gemm(library, num_sms=num_sms)
@@ -104,19 +112,39 @@ def choose_kernels(engram: EngramV41, stream: Stream, numerics: Numerics) -> Non
             measured = ", ".join(f"{name} {us:.1f}" for name, us in by_kernel.items())
             lines.append(f"T <= {size} {fastest} ({measured} us)")
         numerics[f"wkv_kernels_{layer_id}"] = "; ".join(lines)
+        if layer.wkv is None:
+            numerics[f"wkv_kernels_{layer_id}"] += f"; above in passes of {INLINE_TOKENS} tokens"
 
 
 def _check_stored(engram: EngramV41, stream: Stream, numerics: Numerics, layer_index: int) -> None:
     stored, layer_id = engram.layer(layer_index).stored, engram.geometry.layer_ids[layer_index]
     assert isinstance(stored, StoredWkv)
-    different = stored_matches_chain(engram, layer_index, stream)
-    if different:
-        why = f"other bits than the chain at T = {different} ({stored.encoding})"
-        engram.drop_stored(layer_index, why)
+    kernels, reasons = [], []
+    for kernel in STORED_FORMS:
+        try:
+            different = stored_matches_chain(engram, layer_index, stream, kernel)
+        except Unsupported as error:
+            reasons.append(f"{kernel}: {error.message}")
+            continue
+        if different:
+            reasons.append(f"{kernel}: other bits than the chain at T = {different}")
+        else:
+            kernels.append(kernel)
+    if not kernels and engram.layer(layer_index).wkv is None:
+        raise SelfCheckFailed(
+            f"wkv of layer {layer_id}: {'; '.join(reasons)} ({stored.encoding}); keep the bf16 "
+            "copy (wkv_copy on)"
+        )
+    if not kernels:
+        engram.drop_stored(layer_index, f"{'; '.join(reasons)} ({stored.encoding})")
         return
+    stored.kernels = tuple(kernels)
+    has_copy = engram.layer(layer_index).wkv is not None
     numerics[f"wkv_stored_{layer_id}"] = (
         f"{stored.encoding} as stored, up to {INLINE_TOKENS} tokens: bf16-rounded in registers, "
-        "the chain's bits (compared at start); its bf16 copy serves larger batches"
+        "the chain's bits (compared at start); "
+        + ("its bf16 copy serves larger batches" if has_copy else "larger batches in passes")
+        + "".join(f"; not used: {reason}" for reason in reasons)
     )
 
 

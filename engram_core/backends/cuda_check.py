@@ -20,6 +20,7 @@ from engram_core.backends.stored_wkv import (
     CHECKED_SIZES,
     CUBLASLT,
     STORED,
+    STORED_FORMS,
     Race,
     Stored,
     StoredWkv,
@@ -45,43 +46,57 @@ def gemm_matches_chain(engram: EngramV41, stream: Stream) -> list[int]:
     wanted = {min(size, most) for size in GEMM_CLASSES}
     wanted |= {size for size in (1, 8, 9, 16) if size <= most}
     wanted |= {size + 1 for size in (16, *GEMM_CLASSES) if size + 1 <= most}
+    layer_index = layer_with_copy(engram)
+    assert layer_index is not None, "cublasLt multiplies bf16 copies"
     with _Scratch(engram, stream) as scratch:
         rows = _random_rows(most, geometry.in_features)
         scratch.upload(rows)
-        chain = scratch.project(most, CHAIN)
+        chain = scratch.project(most, CHAIN, layer_index=layer_index)
         return [
             count
             for count in sorted(wanted)
-            if not torch.equal(scratch.project(count, CUBLASLT), chain[:count])
+            if not torch.equal(
+                scratch.project(count, CUBLASLT, layer_index=layer_index), chain[:count]
+            )
         ]
 
 
-def stored_matches_chain(engram: EngramV41, layer_index: int, stream: Stream) -> list[int]:
-    """Compare the kernels over a layer's stored wkv with the chain by bits; returns the T that
-    differ.
+def layer_with_copy(engram: EngramV41) -> int | None:
+    """Index of the first layer whose bf16 copy of wkv is kept."""
+    copies = [engram.layer(i).wkv is not None for i in range(engram.geometry.num_layers)]
+    return copies.index(True) if any(copies) else None
 
-    Random rows over the layer's weights, then over weights that reach every code and edge.
+
+def stored_matches_chain(
+    engram: EngramV41, layer_index: int, stream: Stream, kernel: str = STORED
+) -> list[int]:
+    """Compare a kernel over a layer's stored wkv with the chain by bits; returns the T that differ.
+
+    Random rows over the layer's weights (if their bf16 copy is kept), then over weights that reach
+    every code and edge.
     """
     geometry, most = engram.geometry, min(engram.max_tokens, abi.INLINE_TOKENS)
     sizes = [size for size in CHECKED_SIZES if size <= most]
+    different: set[int] = set()
     with _Scratch(engram, stream) as scratch:
         scratch.upload(_random_rows(most, geometry.in_features))
-        chain = scratch.project(most, CHAIN, layer_index=layer_index)
-        different = {
-            size
-            for size in sizes
-            if not _same_bits(
-                scratch.project(size, STORED, first=most - size, layer_index=layer_index),
-                chain[most - size :],
-            )
-        }
+        if engram.layer(layer_index).wkv is not None:
+            chain = scratch.project(most, CHAIN, layer_index=layer_index)
+            different = {
+                size
+                for size in sizes
+                if not _same_bits(
+                    scratch.project(size, kernel, first=most - size, layer_index=layer_index),
+                    chain[most - size :],
+                )
+            }
         with _edge_layer(engram, layer_index, stream) as (wkv, stored):
             scratch.edges = wkv, stored
             chain = scratch.project(most, CHAIN)
             different |= {
                 size
                 for size in sizes
-                if not _same_bits(scratch.project(size, STORED), chain[:size])
+                if not _same_bits(scratch.project(size, kernel), chain[:size])
             }
     return sorted(different)
 
@@ -93,8 +108,9 @@ def time_kernels(
     times = {}
     with _Scratch(engram, stream) as scratch:
         scratch.upload(_random_rows(min(engram.max_tokens, 64), engram.geometry.in_features))
-        chain = partial(engram.project_with, CHAIN, layer_index, scratch.params(1))
-        with closing(Race(engram.native, stream, chain)) as race:
+        first = engram.kernels_of(layer_index, 1)[0]
+        before = partial(engram.project_with, first, layer_index, scratch.params(1))
+        with closing(Race(engram.native, stream, before)) as race:
             for size in (size for size in BATCH_CLASSES if size <= engram.max_tokens):
                 params = scratch.params(size)
                 times[size] = race.run(
@@ -111,19 +127,27 @@ def check_projection(engram: EngramV41, stream: Stream) -> None:
 
     Raises: SelfCheckFailed.
     """
-    geometry = engram.geometry
+    with ExitStack() as made:
+        scratch = made.enter_context(_Scratch(engram, stream))
+        layer_index = layer_with_copy(engram)
+        if layer_index is None:  # then over weights of the first layer's encoding
+            scratch.edges = made.enter_context(_edge_layer(engram, 0, stream))
+        _check_chain(scratch, layer_index or 0)
+
+
+def _check_chain(scratch: _Scratch, layer_index: int) -> None:
+    engram = scratch.engram
     count = min(engram.max_tokens, 65)
-    rows = _random_rows(count, geometry.in_features)
-    with _Scratch(engram, stream) as scratch:
-        scratch.upload(rows)
-        together = scratch.project(count, CHAIN)
-        for size in (1, 2, 7, 8, 9, 16, 17, 33, 64):
-            if size > count:
-                break
-            alone = scratch.project(size, CHAIN, first=count - size)
-            if not torch.equal(alone, together[count - size :]):
-                raise SelfCheckFailed(f"the projection of {size} tokens differs from {count}")
-        _compare_with_float64(scratch, rows, together.view(torch.bfloat16))
+    rows = _random_rows(count, engram.geometry.in_features)
+    scratch.upload(rows)
+    together = scratch.project(count, CHAIN, layer_index=layer_index)
+    for size in (1, 2, 7, 8, 9, 16, 17, 33, 64):
+        if size > count:
+            break
+        alone = scratch.project(size, CHAIN, first=count - size, layer_index=layer_index)
+        if not _same_bits(alone, together[count - size :]):
+            raise SelfCheckFailed(f"the projection of {size} tokens differs from {count}")
+    _compare_with_float64(scratch, rows, together.view(torch.bfloat16), layer_index)
 
 
 def check_gate(engram: EngramV41, stream: Stream) -> None:
@@ -211,14 +235,15 @@ class _Scratch:
             native.project_chain(byref(params))
             return
         params.wkv = stored.arranged.address
-        whole = abi.ProjectStored(project=params, format=abi.FORMATS[stored.encoding])
+        whole = abi.ProjectStored(params, abi.FORMATS[stored.encoding], STORED_FORMS[kernel])
         native.project_stored(byref(whole))
 
-    def wkv_rows(self, first: int, count: int) -> torch.Tensor:
-        """Some rows of layer 0's wkv: bfloat16 [count, in_features]."""
+    def wkv_rows(self, first: int, count: int, layer_index: int) -> torch.Tensor:
+        """Some rows of the wkv that `project` multiplies: bfloat16 [count, in_features]."""
         row_bytes = self.engram.geometry.in_features * 2
-        address = self.engram.layer(0).wkv.address + first * row_bytes
-        self._copy(self._device.address, address, count * row_bytes)
+        wkv = self.edges[0] if self.edges is not None else self.engram.layer(layer_index).wkv
+        assert wkv is not None
+        self._copy(self._device.address, wkv.address + first * row_bytes, count * row_bytes)
         self._copy(self._host.address, self._device.address, count * row_bytes)
         shape = (count, self.engram.geometry.in_features)
         return self._host.tensor(torch.bfloat16, shape).clone()
@@ -299,12 +324,14 @@ def _random_rows(count: int, in_features: int) -> torch.Tensor:
     return torch.randn((count, in_features), generator=generator).to(torch.bfloat16)
 
 
-def _compare_with_float64(scratch: _Scratch, rows: torch.Tensor, kv: torch.Tensor) -> None:
+def _compare_with_float64(
+    scratch: _Scratch, rows: torch.Tensor, kv: torch.Tensor, layer_index: int
+) -> None:
     """Hold a few outputs to NUMBERS.md C."""
     geometry = scratch.engram.geometry
-    count = min(64, geometry.out_features)
-    first = geometry.out_features - count
-    weights = scratch.wkv_rows(first, count).double()
+    count = min(64, kv.shape[1])
+    first = kv.shape[1] - count
+    weights = scratch.wkv_rows(first, count, layer_index).double()
     x = rows[:16].double()
     exact = x @ weights.T
     got = kv[:16, first:].double()

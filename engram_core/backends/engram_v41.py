@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
 from engram_core.backends.native import Native, Unsupported
-from engram_core.backends.stored_wkv import BATCH_CLASSES, CHAIN, CUBLASLT, STORED, StoredWkv
+from engram_core.backends.stored_wkv import (
+    BATCH_CLASSES,
+    CHAIN,
+    CUBLASLT,
+    STORED_FORMS,
+    StoredWkv,
+)
 from engram_core.errors import BadTensor, CheckpointError, TooManyTokens
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.tables import Table
@@ -34,8 +40,8 @@ GEMM_WORKSPACE_BYTES = 32 << 20
 class DeviceLayer:
     """What a layer keeps on the device.
 
-    table_parts: codes (and scales); wkv: bfloat16 [out_features, in_features];
-    qk: float32 [hc_mult, dim]; encoding: a name of `quant`
+    table_parts: codes (and scales); wkv: bfloat16 [out_features, in_features], or None: `stored`
+    serves every batch; qk: float32 [hc_mult, dim]; encoding: a name of `quant`
     stored: the same weights as stored, for up to 64 tokens, or the reason why there are none
     on_disk: the table where it has no parts here; its rows are given to each launch
     """
@@ -43,7 +49,7 @@ class DeviceLayer:
     encoding: str
     num_rows: int
     table_parts: Sequence[DeviceBuffer | PinnedBuffer]
-    wkv: DeviceBuffer
+    wkv: DeviceBuffer | None
     qk: DeviceBuffer
     requantize_input: bool
     stored: StoredWkv | str = "wkv was not kept as stored"
@@ -100,7 +106,7 @@ class EngramV41:
         )
         constants = hash_constants(self._hash_tables, index)
         self.native.hash_prepare(byref(constants), layer.num_rows)
-        for buffer in (*parts, layer.wkv, layer.qk):
+        for buffer in (*parts, layer.qk, *([layer.wkv] if layer.wkv else [])):
             self._owned.callback(buffer.close)
         if layer.on_disk is not None:
             self._owned.callback(layer.on_disk.close)
@@ -256,37 +262,57 @@ class EngramV41:
 
     def project_chain(self, layer_index: int, params: abi.Project) -> None:
         """The yardstick: rows (params.rows) @ wkv into params.kv."""
-        params.wkv = self._layers[layer_index][0].wkv.address
+        params.wkv = self._copy_of(layer_index).address
         self.native.project_chain(byref(params))
 
     def project_gemm(self, layer_index: int, params: abi.Project) -> None:
         """The same through cublasLt; params.slots must be 0."""
-        params.wkv = self._layers[layer_index][0].wkv.address
+        params.wkv = self._copy_of(layer_index).address
         self.native.gemm_run(self._gemm, byref(params))
 
-    def project_stored(self, layer_index: int, params: abi.Project) -> None:
-        """The same over wkv as stored, up to INLINE_TOKENS tokens."""
+    def project_stored(self, kernel: str, layer_index: int, params: abi.Project) -> None:
+        """The same over wkv as stored by one of STORED_FORMS, INLINE_TOKENS tokens a launch."""
         stored = self._layers[layer_index][0].stored
         if isinstance(stored, str):
             raise BadTensor(f"layer {layer_index}: {stored}")
         params.wkv = stored.arranged.address
-        whole = abi.ProjectStored(project=params, format=abi.FORMATS[stored.encoding])
-        self.native.project_stored(byref(whole))
+        whole = abi.ProjectStored(params, abi.FORMATS[stored.encoding], STORED_FORMS[kernel])
+        if params.num_tokens <= abi.INLINE_TOKENS:
+            self.native.project_stored(byref(whole))
+            return
+        piece = whole.project
+        piece.slots_on_device = 1  # as they are at this T
+        for first in range(0, params.num_tokens, abi.INLINE_TOKENS):
+            piece.num_tokens = min(abi.INLINE_TOKENS, params.num_tokens - first)
+            piece.rows = params.rows + first * params.in_features * 2
+            if params.slots:
+                piece.slots = params.slots + first * 8
+            else:
+                piece.kv = params.kv + first * params.out_features * 2
+            self.native.project_stored(byref(whole))
+
+    def _copy_of(self, layer_index: int) -> DeviceBuffer:
+        wkv = self._layers[layer_index][0].wkv
+        if wkv is None:
+            raise BadTensor(f"layer {layer_index}: the bf16 copy of wkv was not kept")
+        return wkv
 
     def project_with(self, kernel: str, layer_index: int, params: abi.Project) -> None:
-        """One of CHAIN, STORED and CUBLASLT; the last takes no slots."""
-        {
-            CHAIN: self.project_chain,
-            STORED: self.project_stored,
-            CUBLASLT: self.project_gemm,
-        }[kernel](layer_index, params)
+        """One of CHAIN, STORED_FORMS and CUBLASLT; the last takes no slots."""
+        if kernel in STORED_FORMS:
+            self.project_stored(kernel, layer_index, params)
+        elif kernel == CUBLASLT:
+            self.project_gemm(layer_index, params)
+        else:
+            self.project_chain(layer_index, params)
 
     def kernels_of(self, layer_index: int, num_tokens: int) -> list[str]:
-        """Every kernel that can multiply a batch, the chain first."""
-        kernels = [CHAIN]
-        if num_tokens <= abi.INLINE_TOKENS and not isinstance(self.layer(layer_index).stored, str):
-            kernels.append(STORED)
-        if self._gemm and num_tokens <= self._largest_gemm:
+        """Every kernel that can multiply a batch in one launch, the chain first."""
+        layer = self.layer(layer_index)
+        kernels = [] if layer.wkv is None else [CHAIN]
+        if num_tokens <= abi.INLINE_TOKENS and not isinstance(layer.stored, str):
+            kernels += layer.stored.kernels
+        if self._gemm and layer.wkv is not None and num_tokens <= self._largest_gemm:
             kernels.append(CUBLASLT)
         return kernels
 
@@ -299,12 +325,18 @@ class EngramV41:
         self._fastest[layer_index, batch_class] = kernel
 
     def kernel_of(self, layer_index: int, num_tokens: int) -> str:
-        """Who multiplies a batch: the preferred kernel, or the chain up to CHAIN_TOKENS."""
-        able = self.kernels_of(layer_index, num_tokens)
-        chosen = next((size for size in BATCH_CLASSES if num_tokens <= size), 0)
+        """Who multiplies a batch: the preferred kernel, or the chain up to CHAIN_TOKENS. Without
+        the bf16 copy larger batches than BATCH_CLASSES go as those of the largest do."""
+        has_copy = self.layer(layer_index).wkv is not None
+        able = self.kernels_of(
+            layer_index, num_tokens if has_copy else min(num_tokens, abi.INLINE_TOKENS)
+        )
+        chosen = next((size for size in BATCH_CLASSES if num_tokens <= size), BATCH_CLASSES[-1])
         preferred = self._fastest.get((layer_index, chosen))
-        if preferred in able:
+        if preferred in able and (num_tokens <= chosen or not has_copy):
             return preferred
+        if not has_copy:
+            return able[0]
         return CUBLASLT if CUBLASLT in able and num_tokens > CHAIN_TOKENS else CHAIN
 
     def project(

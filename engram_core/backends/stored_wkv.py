@@ -1,7 +1,7 @@
 """wkv as stored: its bytes arranged once for the tensor cores, and who multiplies which batch.
 
-Up to 64 tokens the layer's time is one pass over wkv. FP8 and Q2_K weights are a half and a sixth
-of their bf16 copy, which stays for larger batches; the bits are the same.
+Up to 64 tokens the layer's time is one pass over wkv. Stored weights are a sixth (Q2_K) to a half
+(FP8, Q8_0) of their bf16 copy, which stays for larger batches; the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.native import Native
+from engram_core.quant import ROW264, row_format
 
 BATCH_CLASSES = (8, 16, 32, 64)
 """Largest T of each class whose kernel is chosen by measurement."""
@@ -25,19 +26,29 @@ BATCH_CLASSES = (8, 16, 32, 64)
 CHECKED_SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64)
 """T at which a kernel is compared with the chain by bits: every class, full and ragged."""
 
-CHAIN, STORED, CUBLASLT = "chain", "stored", "cublasLt"
+CHAIN, STORED, WGMMA, CUBLASLT = "chain", "stored", "stored wgmma", "cublasLt"
+
+STORED_FORMS = {STORED: abi.STORED_MMA, WGMMA: abi.STORED_WGMMA}
+"""Kernels over wkv as stored: name -> engram_stored_form."""
 
 _ROUNDS = 7
+
+_FACTORS = {"Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2)}
+"""Formats of quant blocks that the kernels read; where a block keeps its f16 factors."""
 
 _EXOTIC = "it holds NaN codes or scales above 2^7"
 
 
 @dataclass
 class StoredWkv:
-    """encoding: a name of `quant`; arranged: the stored bytes in the tensor cores' order"""
+    """encoding: a name of `quant`; arranged: the stored bytes in the tensor cores' order
+
+    kernels: those of STORED_FORMS that may multiply it
+    """
 
     encoding: str
     arranged: DeviceBuffer
+    kernels: tuple[str, ...] = (STORED,)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,9 @@ def arranged_bytes(encoding: str, out_features: int, in_features: int) -> int:
     if out_features % 32 or in_features % 256:
         return 0
     count = out_features * in_features
-    return {"E4M3_E8M0_32": count // 1024 * 1025, "Q2_K": count // 256 * 84}.get(encoding, 0)
+    if encoding == ROW264:
+        return count // 1024 * 1025
+    return row_format(encoding).row_bytes(count) if encoding in _FACTORS else 0
 
 
 def arrange(native: Native, stored: Stored, stream: Stream, owner: ExitStack) -> StoredWkv | str:
@@ -108,18 +121,20 @@ def edge_weights(
     Returns: uint8 [out_features, row_bytes]; for E4M3_E8M0_32 codes alone (scales: `edge_scales`)
     """
     rng = np.random.default_rng(seed)
-    if encoding == "E4M3_E8M0_32":
+    if encoding == ROW264:
         codes = rng.integers(0, 256, (out_features, in_features), dtype=np.uint8)
         codes[(codes & 0x7F) == 0x7F] = 0x80
         return codes
-    blocks = rng.integers(0, 256, (out_features, in_features // 256, 84), dtype=np.uint8)
-    factors = (rng.standard_normal((out_features, in_features // 256, 2)) * 0.05).astype(np.float16)
+    form = row_format(encoding)
+    shape = (out_features, in_features // form.block_values, form.block_bytes)
+    blocks = rng.integers(0, 256, shape, dtype=np.uint8)
     # d, dmin: -0, subnormal, largest; and in one row an infinity, in another a NaN.
     edges = np.array([0x8000, 0x0001, 0x7BFF, 0x0000, 0xFBFF], np.uint16).view(np.float16)
-    factors[: 4 * len(edges) : 4, 0, 0] = edges
-    factors[1 : 4 * len(edges) : 4, 0, 1] = edges
-    factors[2, 0, 0], factors[3, 0, 1] = np.inf, np.nan
-    blocks[:, :, 80:] = factors.view(np.uint8).reshape(out_features, -1, 4)
+    for index, place in enumerate(_FACTORS[encoding]):
+        factors = (rng.standard_normal(shape[:2]) * 0.05).astype(np.float16)
+        factors[index : 4 * len(edges) : 4, 0] = edges
+        factors[2 + index, 0] = (np.inf, np.nan)[index]
+        blocks[:, :, place : place + 2] = factors.view(np.uint8).reshape(*shape[:2], 2)
     return blocks.reshape(out_features, -1)
 
 

@@ -11,10 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends.native import FORMATS
+from engram_core.backends.stored_wkv import edge_weights
 from engram_core.quant import dequantize_fp8_matrix, row_format, to_bf16
 from tests.native.host_library import address, build_host_library
 
 FP8, Q2_K = FORMATS["E4M3_E8M0_32"], FORMATS["Q2_K"]
+BLOCKS = ["Q2_K", "Q3_K", "Q4_K", "Q8_0"]
+FACTORS_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q8_0": (0,)}
 PLAIN_SCALES = 135
 """Scale codes 0..134; larger ones, and NaN codes, are refused by the device's arrange."""
 
@@ -119,6 +122,54 @@ def test_arranging_keeps_every_byte_of_fp8(host: ctypes.CDLL) -> None:
     assert np.array_equal(arranged[codes.size :], scales.reshape(-1))
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_registers_of_blocks_hold_the_rounded_weights(host: ctypes.CDLL, name: str) -> None:
+    """Random bytes: every code, scale and kind of factor, NaN and infinities among them."""
+    rng, shape = np.random.default_rng(FORMATS[name]), (320, 1536)
+    stored = rng.integers(0, 256, (320, row_format(name).row_bytes(1536)), dtype=np.uint8)
+    got = decode(host, FORMATS[name], shape, arrange(host, FORMATS[name], shape, stored))
+    assert same_bits(got, to_bf16(row_format(name).dequantize(stored)))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_edge_weights_of_blocks_hold_the_rounded_weights(host: ctypes.CDLL, name: str) -> None:
+    shape = (160, 1024)
+    stored = edge_weights(name, *shape)
+    want = to_bf16(row_format(name).dequantize(stored))
+    got = decode(host, FORMATS[name], shape, arrange(host, FORMATS[name], shape, stored))
+    assert same_bits(got, want)
+    assert float(want.isfinite().float().mean()) > 0.95
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("d", [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00])
+def test_edges_of_blocks_keep_their_signs_and_infinities(
+    host: ctypes.CDLL, name: str, d: int
+) -> None:
+    rng, shape, form = np.random.default_rng(d), (64, 512), row_format(name)
+    blocks = rng.integers(0, 256, (64, 512 // form.block_values, form.block_bytes), dtype=np.uint8)
+    factor = np.array([d], np.uint16).view(np.uint8)
+    for index, at in enumerate(FACTORS_AT[name]):
+        blocks[:: index + 1, :, at : at + 2] = factor
+    stored = blocks.reshape(64, -1)
+    got = decode(host, FORMATS[name], shape, arrange(host, FORMATS[name], shape, stored))
+    assert same_bits(got, to_bf16(form.dequantize(stored)))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_arranging_keeps_every_byte_that_is_not_repacked(host: ctypes.CDLL, name: str) -> None:
+    """As many bytes as stored, and no two stored files arrange to the same bytes."""
+    rng, shape, form = np.random.default_rng(9), (32, 256), row_format(name)
+    stored = rng.integers(0, 256, (32, form.row_bytes(256)), dtype=np.uint8)
+    once = arrange(host, FORMATS[name], shape, stored)
+    assert once.size == stored.size
+    for bit in rng.integers(0, stored.size * 8, 300):
+        other = stored.copy().reshape(-1)
+        other[bit // 8] ^= 1 << (bit % 8)
+        changed = once ^ arrange(host, FORMATS[name], shape, other.reshape(stored.shape))
+        assert np.unpackbits(changed).sum() == 1
+
+
 @pytest.mark.parametrize(
     ("form", "shape", "size"),
     [
@@ -127,7 +178,12 @@ def test_arranging_keeps_every_byte_of_fp8(host: ctypes.CDLL) -> None:
         (FP8, (48, 256), -1),
         (FP8, (32, 128), -1),
         (Q2_K, (40, 256), -1),
-        (FORMATS["Q8_0"], (32, 256), -1),
+        (FORMATS["Q8_0"], (25600, 6144), 25600 * 192 * 34),
+        (FORMATS["Q3_K"], (25600, 6144), 25600 * 24 * 110),
+        (FORMATS["Q4_K"], (25600, 6144), 25600 * 24 * 144),
+        (FORMATS["Q8_0"], (48, 256), -1),
+        (FORMATS["Q4_K"], (32, 128), -1),
+        (FORMATS["Q5_K"], (32, 256), -1),
     ],
 )
 def test_arranged_weights_have_the_bytes_of_stored_ones(

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from engram_core.backends import native as abi
 from engram_core.backends.device import Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.native import FORMATS, Native
@@ -18,6 +19,7 @@ from engram_core.backends.stored_wkv import (
     CHAIN,
     CUBLASLT,
     STORED,
+    WGMMA,
     Race,
     StoredWkv,
     arranged_bytes,
@@ -100,9 +102,10 @@ def test_a_race_times_each_kernel_behind_a_busy_device() -> None:
     assert not clock.marks
 
 
-def engram_of(stored: StoredWkv | str, *, has_gemm: bool) -> EngramV41:
+def engram_of(stored: StoredWkv | str, *, has_gemm: bool, has_copy: bool = True) -> EngramV41:
     engram = object.__new__(EngramV41)
-    layer = cast(DeviceLayer, type("Layer", (), {"stored": stored})())
+    wkv = object() if has_copy else None
+    layer = cast(DeviceLayer, type("Layer", (), {"stored": stored, "wkv": wkv})())
     engram._layers = [(layer, cast(Any, None), cast(Any, None))]
     engram._gemm, engram._largest_gemm = int(has_gemm), 8192 * has_gemm
     engram._fastest = {}
@@ -131,6 +134,61 @@ def test_a_batch_goes_to_the_fastest_kernel_of_its_class(tokens: int, kernel: st
     for size, fastest in zip(BATCH_CLASSES, (STORED, CHAIN, CUBLASLT, STORED), strict=True):
         engram.prefer(0, size, fastest)
     assert engram.kernel_of(0, tokens) == kernel
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernel"), [(1, STORED), (9, WGMMA), (64, WGMMA), (65, WGMMA), (8192, WGMMA)]
+)
+def test_without_the_copy_stored_weights_serve_every_batch(tokens: int, kernel: str) -> None:
+    both = StoredWkv("Q2_K", cast(Any, None), (STORED, WGMMA))
+    engram = engram_of(both, has_gemm=False, has_copy=False)
+    assert engram.kernels_of(0, min(tokens, 64)) == [STORED, WGMMA]
+    assert engram.kernel_of(0, tokens) == STORED  # nothing was measured yet
+    for size in BATCH_CLASSES[1:]:
+        engram.prefer(0, size, WGMMA)
+    engram.prefer(0, 8, STORED)
+    assert engram.kernel_of(0, tokens) == kernel
+
+
+class Launches:
+    """Stands for the library: keeps what each launch of stored weights was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int, int, int]] = []
+
+    def project_stored(self, whole: Any) -> None:
+        project = ctypes.cast(whole, ctypes.POINTER(abi.ProjectStored))[0].project
+        self.asked.append(
+            (
+                project.num_tokens,
+                project.rows or 0,
+                project.kv or 0,
+                project.slots or 0,
+                project.slots_on_device,
+            )
+        )
+
+
+def passes_of(tokens: int, *, slots: int) -> list[tuple[int, int, int, int, int]]:
+    stored = StoredWkv("Q2_K", cast(Any, type("Buffer", (), {"address": 64})()))
+    engram = engram_of(stored, has_gemm=False, has_copy=False)
+    engram.native = cast(Native, Launches())
+    params = abi.Project(
+        rows=1 << 20, kv=1 << 30, slots=slots, num_tokens=tokens, in_features=256, out_features=32
+    )
+    engram.project_with(STORED, 0, params)
+    return cast(Launches, engram.native).asked
+
+
+def test_large_batches_go_in_passes_of_64_tokens() -> None:
+    row, kv = 256 * 2, 32 * 2
+    assert passes_of(64, slots=512) == [(64, 1 << 20, 1 << 30, 512, 0)]
+    assert passes_of(130, slots=512) == [
+        (64, 1 << 20, 1 << 30, 512, 1),
+        (64, (1 << 20) + 64 * row, 1 << 30, 512 + 64 * 8, 1),
+        (2, (1 << 20) + 128 * row, 1 << 30, 512 + 128 * 8, 1),
+    ]
+    assert passes_of(65, slots=0)[1] == (1, (1 << 20) + 64 * row, (1 << 30) + 64 * kv, 0, 1)
 
 
 def test_stored_weights_with_other_bits_are_never_used() -> None:
