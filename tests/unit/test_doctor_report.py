@@ -132,6 +132,17 @@ def test_the_nearest_measured_row_stands_for_a_table(
     assert found.rows_per_s == {Placement.HOST: rate}
 
 
+def test_report_of_a_real_h200_is_read() -> None:
+    """As `engram doctor` wrote it on one (docs/notes/doctor.md)."""
+    report = read_report(Path(__file__).parents[2] / "benchmarks/results/doctor_h200.json")
+    found = report.measured(84, with_gpu=True)
+    assert found.rows_per_s[Placement.DEVICE] > 50 * found.rows_per_s[Placement.HOST]
+    assert found.rows_per_s[Placement.HOST] > 500 * found.rows_per_s[Placement.DISK]
+    assert found.refused == {}
+    assert plan(NEEDS, BOTH, measured=found).placement is Placement.DEVICE
+    assert "gpu 'NVIDIA H200' there, None here" in report.elsewhere(HERE, with_gpu=True)
+
+
 # ---- whose it is
 
 
