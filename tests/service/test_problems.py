@@ -84,7 +84,7 @@ def test_every_code_of_the_interface_has_a_class() -> None:
 
 def test_every_code_of_a_route_can_be_told() -> None:
     told = {code for op in OPERATIONS for codes in codes_of(op).values() for code in codes}
-    assert set(STATUS) - told == {"not_found", "method_not_allowed"}
+    assert set(STATUS) - told == {"method_not_allowed"}
 
 
 def test_document_carries_expected_got_and_details() -> None:
