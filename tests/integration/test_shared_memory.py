@@ -1,0 +1,105 @@
+"""Shared memory of a service in a process of its own: the client finds it, and it is given back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engram_client import EngramClient, Segment, shared, wire
+from tests.integration.server import Server, running
+
+REGION_BYTES = 256 << 10
+
+
+@pytest.fixture(scope="module")
+def sharing(official_dir: Path, socket_folder: Path) -> Iterator[Server]:
+    flags = ("--shared-memory-bytes", "1MiB", "--max-tokens", "512", "--in-flight-bytes", "16MiB")
+    uds = socket_folder / "shm.sock"
+    with running(official_dir, "--host", "127.0.0.1", *flags, uds=uds) as started:
+        yield started
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the regions that clients were given."""
+    given: list[int] = []
+    init = shared.Region.__init__
+
+    def noted(region: shared.Region, descriptor: int, num_bytes: int) -> None:
+        given.append(num_bytes)
+        init(region, descriptor, num_bytes)
+
+    monkeypatch.setattr(shared.Region, "__init__", noted)
+    return given
+
+
+def residual(count: int) -> torch.Tensor:
+    return torch.randn((count, 2, 64), generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def ask(client: EngramClient) -> list[bytes]:
+    session = client.open_session()
+    session.push([2, 3, 4] * 20)
+    x = residual(60)
+    got: list[Any] = [session.apply(1, x), session.apply(14, x[:1])]
+    got += client.step([Segment(session, position=0, count=60)], (1, 14), "kv").tensors.values()
+    session.close()
+    return [bytes(wire.as_view(each).data) for each in got]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+def test_the_client_finds_it_and_gets_what_the_socket_gives(
+    sharing: Server, regions: list[int]
+) -> None:
+    url = f"unix:{sharing.uds}"
+    with EngramClient(url, transport="socket") as client:
+        told = client.info()["shared_memory"]
+        expected = ask(client)
+    assert (told, regions) == ({"total_bytes": 1 << 20, "mode": "in place"}, [])
+    with EngramClient(url) as client:
+        got = ask(client)
+    assert regions == [REGION_BYTES]
+    assert got == expected
+
+
+def test_regions_of_clients_that_left_are_given_to_others(
+    sharing: Server, regions: list[int]
+) -> None:
+    """Three times as many as there is room for, one after the other."""
+    for turn in range(12):
+        client = EngramClient(f"unix:{sharing.uds}")
+
+        def is_given(client: EngramClient = client, turn: int = turn) -> bool:
+            ask(client)
+            if len(regions) > turn:
+                return True
+            client.close()  # the one before may not have ended yet: ask on a new connection
+            return False
+
+        until(is_given)
+        client.close()
+    assert regions == [REGION_BYTES] * 12
+
+
+def test_tcp_clients_are_served_without(sharing: Server, regions: list[int]) -> None:
+    with EngramClient(sharing.url) as client:
+        ask(client)
+    assert regions == []
+
+
+def test_the_ledger_holds_it(sharing: Server) -> None:
+    with EngramClient(sharing.url) as client:
+        lines = {line["name"]: line["num_bytes"] for line in client.info()["memory"]}
+    assert lines["shared memory"] == 1 << 20
