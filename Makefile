@@ -66,7 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_reference.py
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_service.py
-	if [ -e /dev/nvidiactl ]; then $(BIN)/python benchmarks/bench_cuda.py; fi
+	if [ -e /dev/nvidiactl ]; then $(BIN)/python benchmarks/bench_cuda.py && $(BIN)/python benchmarks/bench_small.py; fi
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

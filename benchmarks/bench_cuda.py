@@ -1,13 +1,13 @@
 """Times the CUDA kernels and the backend on the GPU at hand; peers take turns in the same run.
 
-    python benchmarks/bench_cuda.py [--peers FOLDER] [--out FILE] [--rows N] [--quick | --small]
+    python benchmarks/bench_cuda.py [--peers FOLDER] [--out FILE] [--rows N] [--quick]
         [--parts kernels,wall,graphs,line,text,host] [--tokenizer FILE]
 
 GPU time: median over CUDA-graph replays, L2 flushed (by reading) before each, every graph with
 ids of its own, weights rotated over copies; the time of a graph of one fill is printed and not
 subtracted. Wall time: from a pinned residual to a pinned result through `CudaBackend`. FOLDER
 holds SGLang's engram_gate.py and engram_gather.py, unpacked from its wheel; without it peers are
-not run. --small: batches up to 64 tokens alone, over bf16, FP8 and Q2_K weights.
+not run. Batches up to 64 tokens over stored weights: bench_small.py.
 
 Parts: kernels and whole layers; wall times; graphs against launches, and the ways of a gate; the
 line that a gate stands in beside a prefill; text: whole layers on real text, equal windows computed
@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from ctypes import byref, pointer
 from dataclasses import replace
 from functools import partial
@@ -42,22 +41,12 @@ from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41, hash_constants
 from engram_core.backends.native import Native, cublaslt_candidates
-from engram_core.backends.stored_wkv import (
-    BATCH_CLASSES,
-    CHAIN,
-    CUBLASLT,
-    STORED,
-    Stored,
-    StoredWkv,
-    arrange,
-    edge_weights,
-)
+from engram_core.backends.stored_wkv import StoredWkv
 from engram_core.backends.timing import elapsed_s
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import hash_windows
 from engram_core.token_map import token_map_from_tokenizer
 
-SMALL_SIZES = (1, 4, 8, 16, 32, 64)
 SIZES = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 GRAPHS = 8
 FLUSH_BYTES = 512 << 20
@@ -130,19 +119,6 @@ class Bench:
                 stored,
             )
         )
-        return engram
-
-    def stored_engram(self, encoding: str) -> EngramV41:
-        """A layer over random weights of an encoding, whose kernel serves every small batch."""
-        codes = torch.from_numpy(edge_weights(encoding, 25600, 6144)).cuda()
-        scales = torch.randint(108, 120, (800, 192), dtype=torch.uint8, device="cuda")
-        is_fp8 = encoding == "E4M3_E8M0_32"
-        place = Stored(encoding, 25600, 6144, codes.data_ptr(), scales.data_ptr() * is_fp8)
-        torch.cuda.synchronize()
-        made = arrange(self.native, place, Stream(self.native), ExitStack())
-        engram = self.make_engram(made)
-        for size in BATCH_CLASSES:
-            engram.prefer(0, size, STORED)
         return engram
 
     def random_windows(self, count: int) -> torch.Tensor:
@@ -424,41 +400,6 @@ def kernels(bench: Bench, peers: dict[str, ModuleType], sizes: tuple[int, ...]) 
         torch.cuda.empty_cache()
 
 
-def small_batches(bench: Bench, peers: dict[str, ModuleType], sizes: tuple[int, ...]) -> None:
-    """Whole layers and projections over bf16, FP8 and Q2_K weights, and the peer, in turns."""
-    engrams = {
-        "bf16": bench.engram,
-        "FP8": bench.stored_engram("E4M3_E8M0_32"),
-        "Q2_K": bench.stored_engram("Q2_K"),
-    }
-    for tokens in sizes:
-        variants: dict[str, Maker] = {}
-        rows = torch.randn((tokens, 6144), device="cuda").to(torch.bfloat16)
-        for name, engram in engrams.items():
-            variants[f"layer, {name} weights"] = our_layer(bench, tokens, 8192, engram)
-            for kernel in (CHAIN, CUBLASLT) if name == "bf16" else (STORED,):
-                what = f"project {name} {kernel}"
-                variants[what] = our_projection(bench, engram, kernel, rows)
-        if peers:
-            variants["peer layer"] = peer_layer(bench, peers, tokens)
-        bench.record(tokens, bench.gpu_us(variants, 30))
-
-
-def our_projection(bench: Bench, engram: EngramV41, kernel: str, rows: torch.Tensor) -> Maker:
-    kv = torch.empty((len(rows), 25600), dtype=torch.bfloat16, device="cuda")
-
-    def make(_: int) -> Launch:
-        def launch() -> None:
-            params = engram.project_params(
-                len(rows), bench.stream, to=kv.data_ptr(), rows=rows.data_ptr()
-            )
-            engram.project_with(kernel, 0, params)
-
-        return launch
-
-    return make
-
-
 def wall(bench: Bench, sizes: tuple[int, ...], parts: set[str]) -> None:
     """A kv hit and a miss from a pinned residual to a pinned result, through the backend."""
     layer = bench.engram.layer(0)
@@ -734,7 +675,6 @@ def main() -> None:
     parser.add_argument("--parts", default="kernels,wall,graphs,line,text,host")
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     sizes = (1, 16, 64, 1024) if options.quick else SIZES
     torch.manual_seed(0)
@@ -742,9 +682,6 @@ def main() -> None:
     bench.engram.open_gemm(next(path for path in cublaslt_candidates() if Path(path).is_file()))
     print("one fill in a graph, us:", round(empty_graph_us(bench), 2))
     peers, parts = load_peers(options.peers), set(options.parts.split(","))
-    if options.small:
-        small_batches(bench, peers, SMALL_SIZES)
-        parts = set()
     if "kernels" in parts:
         kernels(bench, peers, sizes)
     if "text" in parts:
