@@ -100,7 +100,7 @@ def check_step(request: StepRequest, geometry: Geometry, limits: EngineLimits) -
 def _check_layers(request: StepRequest, geometry: Geometry) -> tuple[int, ...]:
     layers = tuple(geometry.layer_index(layer) for layer in request.layers)
     if len(set(layers)) != len(layers):
-        raise BadRequest(f"layers: expected each once, got {list(request.layers)}")
+        raise SchemaError(f"layers: expected each once, got {list(request.layers)}")
     if not layers and request.output is Output.NONE:
         return tuple(range(geometry.num_layers))
     if not layers or (request.output is Output.RESIDUAL and len(layers) != 1):

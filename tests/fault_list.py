@@ -660,7 +660,7 @@ FAULTS = (
     # ------------------------------------------------------------------ the client
     fault(
         "client-forgets-the-epoch",
-        "engram_client/exchange.py",
+        "engram_client/messages.py",
         "    state.base, state.epoch = base, epoch\n",
         "    state.base = base\n",
         CLIENT,

@@ -369,7 +369,7 @@ def steps_that_contradict_themselves() -> list[tuple[str, Any, dict[str, Any], A
     return [
         ("no source", Segments(none.astype(np.int32), none), {}, errors.BadRequest),
         ("unknown layer", one, {"layers": (2,)}, errors.UnknownLayer),
-        ("layer twice", one, {"layers": (1, 1)}, errors.BadRequest),
+        ("layer twice", one, {"layers": (1, 1)}, errors.SchemaError),
         ("no layer", one, {"layers": ()}, errors.BadRequest),
         ("no residual", one, {"output": Output.RESIDUAL}, errors.BadRequest),
         ("residual for kv", one, {"residual": residual}, errors.BadRequest),
