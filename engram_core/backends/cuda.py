@@ -156,17 +156,11 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     num_lanes = sizes.num_lanes + NEAR_LANES
     lanes = num_lanes * abi.INLINE_TOKENS * residual_bytes  # and as much pinned
     pinned = lanes + sizes.lane_tokens * 2 * geometry.kv_bytes
-    row_bytes = sum(
-        layer.table.row_bytes + 8 for layer in checkpoint.layers
-    )  # if on disk
-    pinned += (
-        (sizes.chunk_tokens + sizes.lane_tokens) * geometry.n_hash_cols * 2 * row_bytes
-    )
+    row_bytes = sum(layer.table.row_bytes + 8 for layer in checkpoint.layers)  # if on disk
+    pinned += (sizes.chunk_tokens + sizes.lane_tokens) * geometry.n_hash_cols * 2 * row_bytes
     pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
-        tables=sum(
-            layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers
-        ),
+        tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
         wkv=sum(_wkv_bytes(layer.wkv, geometry) for layer in checkpoint.layers),
         kv_store=num_slots * geometry.kv_bytes,
         workspaces=sum(workspace_bytes(geometry, sizes.chunk_tokens).values())
@@ -235,13 +229,7 @@ class _Loader:
                 buffer = DeviceBuffer(self._native, num_bytes)
             owner.callback(buffer.close)
             what = f"layer {source.layer_id} table"
-            self._read(
-                str(part.path),
-                part.offset,
-                num_bytes,
-                buffer.address,
-                (what, done, total),
-            )
+            self._read(str(part.path), part.offset, num_bytes, buffer.address, (what, done, total))
             done += num_bytes
             parts.append(buffer)
         return parts
@@ -251,11 +239,7 @@ class _Loader:
     ) -> tuple[DeviceBuffer, StoredWkv | str]:
         """wkv as bfloat16, dequantised on the device where its kernels know the type, and as
         stored where a kernel reads that."""
-        tensor, num_rows, columns = (
-            source.wkv,
-            geometry.out_features,
-            geometry.in_features,
-        )
+        tensor, num_rows, columns = source.wkv, geometry.out_features, geometry.in_features
         wkv = DeviceBuffer(self._native, num_rows * columns * 2)
         owner.callback(wkv.close)
         what = f"layer {source.layer_id} wkv"
@@ -279,30 +263,20 @@ class _Loader:
             )
             self._native.dequantize(byref(params))
             place = Stored(
-                encoding,
-                num_rows,
-                columns,
-                codes.address,
-                scales.address if scales else 0,
+                encoding, num_rows, columns, codes.address, scales.address if scales else 0
             )
             stored = arrange(self._native, place, self._stream, owner)
             self._wait()
         return wkv, stored
 
-    def _stored(
-        self, tensor: TensorSource, owner: ExitStack, what: str
-    ) -> DeviceBuffer:
+    def _stored(self, tensor: TensorSource, owner: ExitStack, what: str) -> DeviceBuffer:
         buffer = DeviceBuffer(self._native, tensor.num_bytes)
         owner.callback(buffer.close)
         place = (what, 0, tensor.num_bytes)
-        self._read(
-            str(tensor.path), tensor.offset, tensor.num_bytes, buffer.address, place
-        )
+        self._read(str(tensor.path), tensor.offset, tensor.num_bytes, buffer.address, place)
         return buffer
 
-    def _wkv_through_host(
-        self, tensor: TensorSource, wkv: DeviceBuffer, what: str
-    ) -> None:
+    def _wkv_through_host(self, tensor: TensorSource, wkv: DeviceBuffer, what: str) -> None:
         done = 0
         for _, rows in read_matrix_chunks(tensor):
             data = to_bf16(rows).view(torch.uint8).reshape(-1).numpy()
@@ -320,18 +294,11 @@ class _Loader:
         for start in range(0, data.size, STAGE_BYTES):
             piece = data[start : start + STAGE_BYTES]
             self._stages.bytes[: piece.size] = piece
-            self._native.copy(
-                to + start, self._stages.address, piece.size, self._stream.handle
-            )
+            self._native.copy(to + start, self._stages.address, piece.size, self._stream.handle)
             self._wait()
 
     def _read(
-        self,
-        path: str,
-        offset: int,
-        num_bytes: int,
-        to: int,
-        place: tuple[str, int, int],
+        self, path: str, offset: int, num_bytes: int, to: int, place: tuple[str, int, int]
     ) -> None:
         what, before, total = place
 
@@ -387,14 +354,8 @@ def _device_index(native: Native, device: str) -> int:
     match = re.fullmatch(r"cuda(?::(0|[1-9]\d{0,2}))?", device)
     index = int(match.group(1) or 0) if match else -1
     if not 0 <= index < found.value:
-        expected = (
-            f"cuda:0 .. cuda:{found.value - 1}"
-            if found.value
-            else "cpu (no CUDA device)"
-        )
+        expected = f"cuda:0 .. cuda:{found.value - 1}" if found.value else "cpu (no CUDA device)"
         raise SchemaError(
-            f"device: expected {expected}, got {device!r}",
-            expected=expected,
-            got=device,
+            f"device: expected {expected}, got {device!r}", expected=expected, got=device
         )
     return index
