@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from numpy.typing import NDArray
 
@@ -26,7 +27,8 @@ from engram_client.http1 import (
 from engram_client.problems import ConnectionLost, EngramClientError
 from engram_client.protocol import StepOptions
 from engram_client.segments import Segment, StepResult
-from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, set_up
+from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, check_transport, set_up
+from engram_client.shared import IS_SUPPORTED, REGION_BYTES, Region, ask_for, can_share
 from engram_client.state import SessionState
 
 T = TypeVar("T")
@@ -39,6 +41,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
     """One connection, one request at a time; the loop receives into the reader's memory."""
 
     def __init__(self) -> None:
+        self.has_asked = False  # for shared memory
+        self.region: Region | None = None
         self._transport: asyncio.Transport | None = None
         self._reader: ResponseReader | None = None
         self._failure: EngramClientError | None = None
@@ -90,6 +94,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     async def exchange(self, request: Request, fixed: bytes) -> Response:
         """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
+        if self.region is not None and can_share(request):
+            placed = self.region.place(request)
+            if placed is not None:
+                return self.region.collect(request, await self._exchange(placed, fixed))
+        return await self._exchange(request, fixed)
+
+    async def _exchange(self, request: Request, fixed: bytes) -> Response:
         self._reader = reader = ResponseReader(request)
         head = format_head(request, fixed)
         if request.body_bytes > EXPECT_ABOVE_BYTES:
@@ -156,8 +167,12 @@ class AsyncConnectionPool:
         *,
         timeout_s: float,
         context: ssl.SSLContext | None = None,
+        shares_memory: bool = False,
     ) -> None:
         self._addresses = addresses
+        self._shares_memory = [
+            shares_memory and IS_SUPPORTED and bool(address.path) for address in addresses
+        ]
         self._fixed = fixed
         self._timeout_s = timeout_s
         self._context = context
@@ -165,7 +180,8 @@ class AsyncConnectionPool:
 
     async def exchange(self, request: Request) -> Response:
         """Send one request to its address. Raises ConnectionLost, BadAnswer."""
-        connection = await self._take(request.replica)
+        wants_memory = self._shares_memory[request.replica] and can_share(request)
+        connection = await self._take(request.replica, wants_memory=wants_memory)
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await connection.exchange(request, self._fixed[request.replica])
@@ -188,14 +204,35 @@ class AsyncConnectionPool:
             while connections:
                 connections.pop().close()
 
-    async def _take(self, replica: int) -> AsyncConnection:
+    async def _take(self, replica: int, *, wants_memory: bool) -> AsyncConnection:
         idle = self._idle[replica]
         while idle:
             connection = idle.pop()
-            if connection.is_usable():
+            if connection.is_usable() and (connection.has_asked or not wants_memory):
                 return connection
             connection.close()
+        if wants_memory:
+            return await self._connect_sharing(replica)
         return await self._connect(self._addresses[replica])
+
+    async def _connect_sharing(self, replica: int) -> AsyncConnection:
+        """Connect to a Unix socket, and ask for shared memory before a loop has the connection."""
+        address = self._addresses[replica]
+        try:
+            sock, region, may_ask_again = await asyncio.to_thread(
+                _ask, address.path, self._fixed[replica]
+            )
+            self._shares_memory[replica] = may_ask_again
+            loop = asyncio.get_running_loop()
+            try:
+                _, connection = await loop.create_unix_connection(AsyncConnection, sock=sock)
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
+        connection.has_asked, connection.region = True, region
+        return connection
 
     async def _connect(self, address: Address) -> AsyncConnection:
         loop = asyncio.get_running_loop()
@@ -216,6 +253,20 @@ class AsyncConnectionPool:
         return connection
 
 
+def _ask(path: str, fixed: bytes) -> tuple[socket.socket, Region | None, bool]:
+    """Return a new connection, its shared memory, and whether to ask on others."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        sock.connect(path)
+        region, may_ask_again = ask_for(sock, fixed, REGION_BYTES)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, region, may_ask_again
+
+
 class AsyncEngramClient:
     """`EngramClient` behind `await`, for one event loop."""
 
@@ -228,12 +279,18 @@ class AsyncEngramClient:
         reconnect_s: float = RECONNECT_S,
         timeout_s: float = TIMEOUT_S,
         ssl_context: ssl.SSLContext | None = None,
+        transport: Literal["auto", "socket"] = "auto",
     ) -> None:
         """Connect to nothing yet; see `EngramClient`."""
+        check_transport(transport)
         setup = set_up(urls, api_key, owner, reconnect_s)
         self._protocol = setup.protocol
         self._pool = AsyncConnectionPool(
-            setup.addresses, setup.fixed, timeout_s=timeout_s, context=ssl_context
+            setup.addresses,
+            setup.fixed,
+            timeout_s=timeout_s,
+            context=ssl_context,
+            shares_memory=transport == "auto",
         )
 
     async def __aenter__(self) -> Self:

@@ -18,7 +18,7 @@ from engram_client.http1 import Request, Response
 from engram_client.problems import EngramClientError
 from engram_client.protocol import StepOptions
 from engram_client.segments import Segment, StepResult
-from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, set_up
+from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, check_transport, set_up
 from engram_client.state import SessionState
 
 T = TypeVar("T")
@@ -74,8 +74,7 @@ class EngramClient:
         transport: auto uses shared memory where a service on a Unix socket offers it
         Raises ValueError.
         """
-        if transport not in ("auto", "socket"):
-            raise ValueError(f"transport: expected auto or socket, got {transport!r}")
+        check_transport(transport)
         setup = set_up(urls, api_key, owner, reconnect_s)
         self._protocol = setup.protocol
         self._pool = ConnectionPool(

@@ -43,6 +43,12 @@ def set_up(
     return Setup(addresses, fixed, protocol)
 
 
+def check_transport(transport: str) -> None:
+    """Raises ValueError."""
+    if transport not in ("auto", "socket"):
+        raise ValueError(f"transport: expected auto or socket, got {transport!r}")
+
+
 class SessionView:
     """What is known of a session without asking: its numbers as of the last answer."""
 

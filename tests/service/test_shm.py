@@ -16,7 +16,7 @@ import pytest
 import torch
 import uvloop
 
-from engram_client import EngramClient, Segment, wire
+from engram_client import AsyncEngramClient, EngramClient, Segment, wire
 from engram_client import shared as client_shared
 from engram_client.connection import Connection
 from engram_client.http1 import Request, Response, parse_address
@@ -606,6 +606,37 @@ def test_what_does_not_fit_the_region_crosses_the_socket(
     assert serve(shared_door, lambda url: converse(url, "auto")) == socket
 
 
-def test_an_unknown_transport_is_refused() -> None:
+@pytest.mark.parametrize("kind", [EngramClient, AsyncEngramClient])
+def test_an_unknown_transport_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="transport"):
-        EngramClient("unix:/nowhere", transport="pigeon")  # type: ignore[arg-type]
+        kind("unix:/nowhere", transport="pigeon")
+
+
+async def converse_async(url: str, transport: Any) -> list[bytes]:
+    async with AsyncEngramClient(url, transport=transport) as client:
+        session = await client.open_session()
+        await session.push([2, 3, 4, 5] * 8)
+        x = torch.randn((32, 2, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
+        segment = Segment(session, position=0, count=32)
+        step = await client.step([segment], (1, 14), "kv")
+        got: list[Any] = [
+            await session.apply(1, x),
+            await session.kv(1, 0, 32),
+            (await client.step([segment], (1,), residual=x)).tensors[1],
+            *step.tensors.values(),
+        ]
+        many = await asyncio.gather(*(session.apply(14, x) for _ in range(3)))
+        await session.close()
+        return [bytes(wire.as_view(each).data) for each in (*got, *many)]
+
+
+def test_the_async_client_shares_memory_too(
+    serve: Any, shared_door: InProcess, door: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Counting(monkeypatch)
+    socket = serve(shared_door, lambda url: asyncio.run(converse_async(url, "socket")))
+    assert counting.shared == 0
+    assert serve(shared_door, lambda url: asyncio.run(converse_async(url, "auto"))) == socket
+    assert counting.shared == 7
+    assert serve(door, lambda url: asyncio.run(converse_async(url, "auto"))) == socket
+    assert counting.shared == 7
