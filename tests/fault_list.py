@@ -759,6 +759,22 @@ FAULTS = (
         PINNED,
     ),
     fault(
+        "failed-near-gate-goes-on",
+        "engram_core/direct.py",
+        "            near.fail(failure)\n",
+        "",
+        "tests/laws/test_direct_reads.py"
+        "::test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all",
+    ),
+    fault(
+        "near-gate-that-did-nothing-is-an-answer",
+        "engram_core/direct.py",
+        "        if not is_done:\n",
+        "        if is_done is None:\n",
+        "tests/laws/test_direct_reads.py"
+        "::test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all",
+    ),
+    fault(
         "shared-tables-checked-where-they-lie",
         "service/steps.py",
         "    if not is_shared:\n",
