@@ -93,6 +93,9 @@ class Server:
         """A read answers with its copy, or is refused: it never sees other ids."""
         asked = Asked.one(self.session_id, call.position, call.count, call.epoch)
         found = self.pool.read("", asked)
+        spot = self.pool.spot("", self.session_id, call.position, call.count, call.epoch)
+        if (spot is None) != bool(found.verdict.any()):
+            raise ViolationError(f"a direct read finds {spot}, a read {found.verdict}")
         if not found.verdict.any():
             seen = self.pool.windows(found.rows, asked.position, asked.count)[:, 0].tolist()
             if tuple(seen) != call.copy:
