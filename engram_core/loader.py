@@ -45,12 +45,16 @@ _CUDA_MODULE = "engram_core.backends.cuda"
 @dataclass(frozen=True)
 class Budget:
     """What else has to fit beside the backend: requests in flight, held ids, the reserve, and what
-    is shared with clients."""
+    is shared with clients.
+
+    wkv_copy: whether a GPU keeps the bfloat16 copy of weights that its kernels read as stored
+    """
 
     in_flight_bytes: int = 0
     held_tokens: int = 0
     reserve_bytes: int = 1 << 30
     shared_bytes: int = 0
+    wkv_copy: bool = True
 
 
 def load(

@@ -116,6 +116,7 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
         settings.max_held_tokens,
         sizes.memory_reserve_bytes,
         settings.shared_memory_bytes,
+        settings.wkv_copy == "on",
     )
     num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
     measured, note = _measured(settings.doctor_report, checkpoint, device)

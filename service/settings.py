@@ -129,6 +129,9 @@ class Settings(BaseModel):
     graphs: Literal["auto", "off"] = Field(
         default="auto", description="CUDA graphs of small batches, where faster (off: launches)"
     )
+    wkv_copy: Literal["on", "off"] = Field(
+        default="on", description="keep wkv as bfloat16 on a GPU beside its stored form"
+    )
     keys_file: Path | None = Field(
         default=None, description="API keys: `name scope sha256(key)` a line"
     )

@@ -71,6 +71,8 @@ class Budget(Protocol):
     def reserve_bytes(self) -> int: ...
     @property
     def shared_bytes(self) -> int: ...
+    @property
+    def wkv_copy(self) -> bool: ...
 
 
 def load(
@@ -102,7 +104,7 @@ def load(
     needs = needs_of(checkpoint, num_slots=num_slots, budget=budget)
     ledger = plan(needs, _memory(properties), placement)
     with ExitStack() as failed:
-        loader = _Loader(native, progress)
+        loader = _Loader(native, progress, keeps_copy=budget.wkv_copy)
         try:
             layers = [
                 loader.layer(source, checkpoint.geometry, ledger, failed)
@@ -161,7 +163,10 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
     pinned += sizes.lane_tokens * 4 * geometry.in_features + 2 * STAGE_BYTES
     return Needs(
         tables=sum(layer.table.num_rows * layer.table.row_bytes for layer in checkpoint.layers),
-        wkv=sum(_wkv_bytes(layer.wkv, geometry) for layer in checkpoint.layers),
+        wkv=sum(
+            _wkv_bytes(layer.wkv, geometry, keeps_copy=budget.wkv_copy)
+            for layer in checkpoint.layers
+        ),
         kv_store=num_slots * geometry.kv_bytes,
         workspaces=sum(workspace_bytes(geometry, sizes.chunk_tokens).values())
         + lanes
@@ -177,9 +182,10 @@ def needs_of(checkpoint: Checkpoint, *, num_slots: int, budget: Budget) -> Needs
 class _Loader:
     """File -> two pinned stages -> device."""
 
-    def __init__(self, native: Native, progress: Progress) -> None:
+    def __init__(self, native: Native, progress: Progress, *, keeps_copy: bool) -> None:
         self._native = native
         self._progress = progress
+        self._keeps_copy = keeps_copy
         with ExitStack() as made:
             self._stream = Stream(native)
             made.callback(self._stream.close)
@@ -236,9 +242,9 @@ class _Loader:
 
     def _wkv(
         self, source: LayerSource, geometry: Geometry, owner: ExitStack
-    ) -> tuple[DeviceBuffer, StoredWkv | str]:
+    ) -> tuple[DeviceBuffer | None, StoredWkv | str]:
         """wkv as bfloat16, dequantised on the device where its kernels know the type, and as
-        stored where a kernel reads that."""
+        stored where a kernel reads that; the first is None where it is not kept."""
         tensor, num_rows, columns = source.wkv, geometry.out_features, geometry.in_features
         wkv = DeviceBuffer(self._native, num_rows * columns * 2)
         owner.callback(wkv.close)
@@ -267,7 +273,10 @@ class _Loader:
             )
             stored = arrange(self._native, place, self._stream, owner)
             self._wait()
-        return wkv, stored
+        if self._keeps_copy or isinstance(stored, str):
+            return wkv, stored
+        wkv.close()
+        return None, stored
 
     def _stored(self, tensor: TensorSource, owner: ExitStack, what: str) -> DeviceBuffer:
         buffer = DeviceBuffer(self._native, tensor.num_bytes)
@@ -331,10 +340,11 @@ def _wkv_encoding(tensor: TensorSource) -> str:
     return "E4M3_E8M0_32" if tensor.scale.type == "F8_E8M0" else "E4M3_F32_32"
 
 
-def _wkv_bytes(tensor: TensorSource, geometry: Geometry) -> int:
-    """The bfloat16 copy, which batches above 64 tokens need, and the stored form."""
+def _wkv_bytes(tensor: TensorSource, geometry: Geometry, *, keeps_copy: bool) -> int:
+    """The stored form, and the bfloat16 copy if it is kept or there is no stored form."""
     outputs, inputs = geometry.out_features, geometry.in_features
-    return outputs * inputs * 2 + arranged_bytes(_wkv_encoding(tensor), outputs, inputs)
+    stored = arranged_bytes(_wkv_encoding(tensor), outputs, inputs)
+    return stored + (outputs * inputs * 2 if keeps_copy or not stored else 0)
 
 
 def _memory(device: abi.Device) -> Memory:

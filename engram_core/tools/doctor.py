@@ -15,11 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from engram_core.backends.stored_wkv import BATCH_CLASSES
 from engram_core.doctor_report import NAME, VERSION
 from engram_core.errors import EngramError
 from engram_core.machine import fingerprint
 from engram_core.tools.probe import Reading, Sizes, rate, reading, reason
-from engram_core.tools.probe_cuda import CudaProbe
+from engram_core.tools.probe_cuda import STORED_ENCODINGS, CudaProbe
 from engram_core.tools.probe_host import WkvPass, probe_disk, probe_memory
 from engram_core.tools.probe_machine import cpu_mhz, describe_machine, describe_memory
 from engram_core.tools.synth import synth
@@ -29,6 +30,8 @@ MAX_SECONDS = 180.0
 DEFAULT_SECONDS_CPU, DEFAULT_SECONDS_CUDA = 20.0, 90.0
 
 _NUM_READINGS_CPU, _NUM_READINGS_CUDA = 13, 32
+_NUM_RACES = len(STORED_ENCODINGS) * len(BATCH_CLASSES)
+"""Readings of a GPU beside those that take a share of the time each."""
 _DISK_SHARES = 4
 """The scratch file is written for as long as so many readings take, at most."""
 _SAMPLED_SHARE = 1 / 3
@@ -90,6 +93,7 @@ def diagnose(
     try:
         total = _NUM_READINGS_CPU if device is None else _NUM_READINGS_CUDA
         share = budget_s * (1 - _SAMPLED_SHARE) / (total + _DISK_SHARES)
+        total += 0 if device is None else _NUM_RACES
         for found in _readings(device, folder, sizes, share):
             readings.append(found)
             if progress is not None:

@@ -19,6 +19,13 @@ import torch
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.native import Native, Unsupported, cublaslt_candidates
+from engram_core.backends.stored_wkv import (
+    BATCH_CLASSES,
+    CHAIN,
+    STORED_FORMS,
+    Race,
+    arranged_bytes,
+)
 from engram_core.errors import EngramError
 from engram_core.machine import Gpu, gpu_of
 from engram_core.memory import host_available_bytes
@@ -30,6 +37,7 @@ from engram_core.tools.probe import (
     Sizes,
     rate,
     reading,
+    reason,
 )
 from engram_core.tools.probe_driver import Clocks, Registered
 
@@ -40,6 +48,10 @@ _WORKSPACE_BYTES = 32 << 20
 _SEED_BYTES = 16 << 20
 
 
+STORED_ENCODINGS = ("E4M3_E8M0_32", "Q8_0", "Q4_K", "Q3_K", "Q2_K")
+"""Types of wkv that kernels multiply as stored."""
+
+
 class Closes(Protocol):
     """Something the device holds for us."""
 
@@ -47,6 +59,10 @@ class Closes(Protocol):
 
 
 Part = TypeVar("Part", bound=Closes)
+
+
+def _by_time(item: tuple[str, float]) -> float:
+    return item[1]
 
 
 class CudaProbe:
@@ -105,6 +121,7 @@ class CudaProbe:
             if pinned is not None:
                 pinned.close()
         yield from self._registered(host_bytes, seconds)
+        yield from self._small_batches()
         passes = f"wkv pass, 16 tokens, {self._device.name.decode(errors='replace')}"
         yield reading(passes, "ms", lambda: 1e3 / rate(self.wkv_pass, seconds))
         yield self._gemm(seconds)
@@ -190,6 +207,45 @@ class CudaProbe:
                 yield from self._gathers("registered memory", memory.address, num_bytes, seconds)
         except (OSError, AttributeError) as error:
             yield Reading("host registration", None, "GB/s", str(error))
+
+    def _small_batches(self) -> Iterator[Reading]:
+        """Time who multiplies which batch over which type of wkv, as a start does: this device's
+        table. The value is the fastest kernel's; the note has all."""
+        with ExitStack() as owner:
+            bytes_of = {
+                name: arranged_bytes(name, self._sizes.wkv_outputs, IN_FEATURES)
+                for name in STORED_ENCODINGS
+            }
+            arranged = DeviceBuffer(self._native, max(16, *bytes_of.values()))
+            owner.callback(arranged.close)
+            before = partial(self._native.project_chain, byref(self._project(1)))
+            race = Race(self._native, self._stream, before)
+            owner.callback(race.close)
+            for name in STORED_ENCODINGS:
+                for tokens in BATCH_CLASSES:
+                    yield self._race(race, name, tokens, arranged.address)
+
+    def _race(self, race: Race, name: str, tokens: int, arranged: int) -> Reading:
+        chain = self._project(tokens)
+        launches: dict[str, Callable[[], None]] = {
+            CHAIN: partial(self._native.project_chain, byref(chain))
+        }
+        for kernel, form in STORED_FORMS.items():
+            params = abi.ProjectStored(self._project(tokens), abi.FORMATS[name], form)
+            params.project.wkv = arranged
+            launch = partial(self._native.project_stored, byref(params))
+            try:
+                launch()
+            except EngramError:
+                continue  # not on this device
+            launches[kernel] = launch
+        what = f"wkv, {name}, {tokens} tokens"
+        try:
+            times = race.run(launches)
+        except EngramError as error:
+            return Reading(what, None, "us", reason(error))
+        told = ", ".join(f"{kernel} {us:.1f}" for kernel, us in sorted(times.items(), key=_by_time))
+        return Reading(what, round(min(times.values()), 1), "us", told)
 
     def _gemm(self, seconds: float) -> Reading:
         """Time cublasLt at 1,024 tokens, with the algorithm its batch class would take."""

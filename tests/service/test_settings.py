@@ -12,7 +12,7 @@ from service.settings import GIB, Settings, SettingsError, is_loopback, load_set
 NAMES = (
     "host port uds grpc_port device placement doctor_report max_tokens max_sessions "
     "max_held_tokens session_ttl_s kv_store_bytes ahead_tokens in_flight_bytes "
-    "memory_reserve_bytes shared_memory_bytes graphs "
+    "memory_reserve_bytes shared_memory_bytes graphs wkv_copy "
     "keys_file tls_cert tls_key shutdown_timeout_s log_format"
 )
 
