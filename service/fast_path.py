@@ -251,6 +251,11 @@ class Exchange:
         """Whether some of the body is still to come."""
         return self._end < self._length
 
+    @property
+    def is_told(self) -> bool:
+        """Whether its answer is written, or on its way; a body that still comes is not looked at."""
+        return self._status != 0
+
     def feed(self, data: bytes) -> None:
         """Take bytes of the body that came with the head."""
         end = self._end + len(data)
@@ -269,14 +274,14 @@ class Exchange:
 
     def space(self) -> memoryview:
         """Return where the next bytes of the body go, no further than its end."""
-        if self.response_complete:  # refused, and read on for a moment
+        if self.is_told:  # refused, and read on for a moment
             return self._buffer[: self._length - self._end]
         return self._buffer[self._end :]
 
     def received(self, num_bytes: int) -> None:
         """Note bytes received into `space()`."""
         self._end += num_bytes
-        if self.response_complete and not self.more_body:
+        if self.is_told and not self.more_body:
             self._line.transport.close()
 
     def _check_pace(self) -> None:
@@ -361,7 +366,8 @@ class Exchange:
         if unread:
             # Read on for a moment: a client that writes its whole body first hears us.
             self._buffer = self._path.scratch
-            self._watch(bodies.READ_ON_S, self._line.transport.close)
+            if self.response_complete:  # else it is watched that the answer is taken
+                self._watch(bodies.READ_ON_S, self._line.transport.close)
 
     def _send(self, status: int, block: bytes, buffers: list[Buffer], code: str) -> None:
         """Write an answer, and end with it or once the client has taken it."""

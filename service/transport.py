@@ -80,7 +80,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._exchange.received(nbytes)
-        if not self._exchange.more_body:
+        if not (self._exchange.more_body or self._exchange.is_told):
             self._connection.take_back()
 
     def connection_lost(self, exc: Exception | None) -> None:

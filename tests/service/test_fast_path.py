@@ -291,7 +291,7 @@ def test_too_large_and_no_room_reach_a_client_that_writes_20_mb_first(
             assert code(ask(once(head, *parts))) == (429, "overloaded")
     finally:
         door.state.pool.total_bytes = was
-    assert door.state.pool_bytes == 0
+    assert (door.state.pool_bytes, door.state.num_active) == (0, 0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -307,6 +307,32 @@ def test_a_slow_body_is_refused_and_gives_its_room_back(
     answer = ask(talk)
     assert code(answer) == (408, "request_timeout")
     assert b"connection: close\r\n" in answer
+    assert (door.state.pool_bytes, door.state.num_active) == (0, 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_body_that_comes_after_its_refusal_does_nothing(
+    ask: Callable[..., bytes], door: InProcess, session_id: str
+) -> None:
+    """A push that was refused as too slow is not done, nor counted out twice."""
+    tensors = {
+        "count": i32(1),
+        "position": i64(MAX_TOKENS),
+        "session_id": i64(int(session_id)),
+        "token_ids": i32(2),
+    }
+    request = post("/v1/step?output=none", step_body(**tensors))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        head, _, body = request.partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        answer = await read_answer(reader)
+        writer.write(body)
+        assert await reader.read() == b""
+        return answer
+
+    assert code(ask(talk)) == (408, "request_timeout")
+    assert door.get(f"/v1/sessions/{session_id}").json()["length"] == MAX_TOKENS
     assert (door.state.pool_bytes, door.state.num_active) == (0, 0)
 
 
