@@ -253,7 +253,7 @@ class Exchange:
 
     @property
     def is_told(self) -> bool:
-        """Whether its answer is written, or on its way; a body that still comes is not looked at."""
+        """Whether its answer is written, or on its way; a body still coming is not looked at."""
         return self._status != 0
 
     def feed(self, data: bytes) -> None:
