@@ -17,6 +17,8 @@ STORE = "tests/laws/test_store_laws.py"
 REQUESTS = "tests/refusals/test_requests.py"
 CLIENT = "tests/unit/test_client_protocol.py"
 NATIVE = "tests/native/test_formats.py"
+ARRANGED = "tests/native/test_arranged.py"
+STORED = "tests/native/test_stored_wkv.py"
 GATES = "tests/unit/test_reference_backend.py"
 CPU = "tests/native/test_cpu.py"
 DIRECT = "tests/laws/test_direct_reads.py"
@@ -707,6 +709,48 @@ FAULTS = (
         "(low | (high << 4))",
         "(low | (high & 0u))",
         NATIVE,
+    ),
+    fault(
+        "csrc-arranged-q3-k-steps-swapped",
+        "csrc/formats/arranged_blocks.h",
+        "return ((low >> (2 * step)) & 0x33333333u)",
+        "return ((low >> (2 - 2 * step)) & 0x33333333u)",
+        ARRANGED,
+    ),
+    fault(
+        "csrc-arranged-q4-k-min-of-the-other-unit",
+        "csrc/formats/arranged_blocks.h",
+        "mul(factor(top >> 16), six(bits.top, 12 * part + 6))",
+        "mul(factor(top >> 16), six(bits.top, 18 - 12 * part))",
+        ARRANGED,
+    ),
+    fault(
+        "csrc-arranged-q8-0-off-by-one",
+        "csrc/formats/arranged_blocks.h",
+        "8388736.0f",
+        "8388735.0f",
+        ARRANGED,
+    ),
+    fault(
+        "stored-passes-read-slots-on-the-host",
+        "engram_core/backends/engram_v41.py",
+        "piece.slots_on_device = 1",
+        "piece.slots_on_device = 0",
+        STORED,
+    ),
+    fault(
+        "stored-passes-write-the-first-slots",
+        "engram_core/backends/engram_v41.py",
+        "piece.slots = params.slots + first * 8",
+        "piece.slots = params.slots",
+        STORED,
+    ),
+    fault(
+        "ledger-forgets-the-copy-of-other-types",
+        "engram_core/backends/cuda.py",
+        "if keeps_copy or not stored else 0",
+        "if keeps_copy else 0",
+        STORED,
     ),
     fault(
         "csrc-e4m3-nan-is-480",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engram_core.backends import native as abi
+from engram_core.backends.cuda import _wkv_bytes
 from engram_core.backends.device import Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.native import FORMATS, Native
@@ -26,6 +27,8 @@ from engram_core.backends.stored_wkv import (
     edge_scales,
     edge_weights,
 )
+from engram_core.checkpoint.sources import TensorSource
+from engram_core.geometry import Geometry
 from tests.native.host_library import build_host_library
 
 
@@ -37,6 +40,20 @@ def test_the_ledger_counts_the_bytes_of_the_kernels(
     host = build_host_library(tmp_path)
     size = host.host_arranged_bytes(FORMATS[encoding], *shape)
     assert arranged_bytes(encoding, *shape) == max(size, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_copy", "without"),
+    [("Q2_K", 2 + 84 / 256, 84 / 256), ("Q8_0", 2 + 34 / 32, 34 / 32), ("Q5_K", 2, 2)],
+)
+def test_the_ledger_counts_the_copy_that_is_kept(
+    kind: str, with_copy: float, without: float
+) -> None:
+    geometry = Geometry((1,), 4, 8, 256, 5120, 4, 1e-20, (384_000_000,))
+    tensor = cast(TensorSource, type("Tensor", (), {"type": kind, "scale": None})())
+    count = 25600 * 6144
+    assert _wkv_bytes(tensor, geometry, keeps_copy=True) == with_copy * count
+    assert _wkv_bytes(tensor, geometry, keeps_copy=False) == without * count
 
 
 def test_edge_weights_reach_every_plain_code_and_scale() -> None:
