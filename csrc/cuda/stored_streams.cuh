@@ -3,9 +3,9 @@
 // A stream is a lane's view of one tile of 16 outputs (formats/arranged.h): start() asks for the
 // first weights, begin_stage() turns to the next 256 of k and asks for those kAhead stages later,
 // decode<unit>() makes the registers of 32 of k (kIsAlone: by a caller that leaves other units of
-// each stage to other warps, and has said so to start()). Four lanes have the same two outputs: what
-// a quant group needs (its values, or scale and min) is computed by one of them and handed to the
-// other three by an Exchange.
+// each stage to other warps, and has said so to start()). Four lanes have the same two outputs:
+// what a quant group needs (its values, or scale and min) is computed by one of them and handed to
+// the other three by an Exchange.
 #pragma once
 
 #include <cuda_bf16.h>
