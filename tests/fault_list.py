@@ -648,8 +648,8 @@ FAULTS = (
     fault(
         "plain-step-forgets-the-epoch",
         "service/rpc/steps.py",
-        "        plain.epoch,\n",
-        "        EPOCH_OPENED,\n",
+        "            epoch=plain.epoch,\n",
+        "            epoch=EPOCH_OPENED,\n",
         "tests/service/test_rpc_plain.py",
     ),
     fault(
@@ -730,6 +730,13 @@ FAULTS = (
         "8388736.0f",
         "8388735.0f",
         ARRANGED,
+    ),
+    fault(
+        "stored-kernel-with-other-bits-serves",
+        "engram_core/backends/choices.py",
+        "        else:\n            kernels.append(kernel)",
+        "        kernels.append(kernel)",
+        STORED,
     ),
     fault(
         "stored-passes-read-slots-on-the-host",

@@ -10,11 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from engram_core.backends import choices
 from engram_core.backends import native as abi
+from engram_core.backends.choices import choose_kernels
 from engram_core.backends.cuda import _wkv_bytes
 from engram_core.backends.device import Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
-from engram_core.backends.native import FORMATS, Native
+from engram_core.backends.native import FORMATS, Native, Unsupported
 from engram_core.backends.stored_wkv import (
     BATCH_CLASSES,
     CHAIN,
@@ -28,6 +30,7 @@ from engram_core.backends.stored_wkv import (
     edge_weights,
 )
 from engram_core.checkpoint.sources import TensorSource
+from engram_core.errors import SelfCheckFailed
 from engram_core.geometry import Geometry
 from tests.native.host_library import build_host_library
 
@@ -214,3 +217,49 @@ def test_stored_weights_with_other_bits_are_never_used() -> None:
     engram.drop_stored(0, "other bits than the chain at T = [3]")
     assert engram.kernel_of(0, 3) == CHAIN
     assert engram.kernels_of(0, 3) == [CHAIN]
+
+
+def checked(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[int] | str], *, has_copy: bool = True
+) -> tuple[StoredWkv | str, dict[str, str]]:
+    """Choose kernels where each answers with the T that differ, or with why it cannot run."""
+
+    def compare(*values: Any) -> list[int]:
+        answer = answers[values[3]]
+        if isinstance(answer, str):
+            raise Unsupported(answer)
+        return answer
+
+    monkeypatch.setattr(choices, "stored_matches_chain", compare)
+    monkeypatch.setattr(choices, "time_kernels", lambda *_: {8: {CHAIN: 76.0, STORED: 43.0}})
+    engram = engram_of(StoredWkv("Q2_K", cast(Any, None)), has_gemm=False, has_copy=has_copy)
+    engram.geometry = Geometry((1,), 4, 8, 256, 5120, 4, 1e-20, (1000,))
+    numerics: dict[str, str] = {}
+    choose_kernels(engram, cast(Stream, AnyStream()), numerics)
+    return engram.layer(0).stored, numerics
+
+
+def test_a_kernel_with_other_bits_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, numerics = checked(monkeypatch, {STORED: [], WGMMA: [3, 64]})
+    assert isinstance(stored, StoredWkv)
+    assert stored.kernels == (STORED,)
+    assert "stored wgmma: other bits than the chain at T = [3, 64]" in numerics["wkv_stored_1"]
+    assert numerics["wkv_kernels_1"] == "T <= 8 stored (chain 76.0, stored 43.0 us)"
+
+
+def test_a_kernel_that_this_device_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, numerics = checked(monkeypatch, {STORED: [], WGMMA: "needs compute capability 9.0"})
+    assert isinstance(stored, StoredWkv)
+    assert stored.kernels == (STORED,)
+    assert "needs compute capability 9.0" in numerics["wkv_stored_1"]
+
+
+def test_without_any_kernel_the_copy_serves_or_the_start_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: dict[str, list[int] | str] = {STORED: [1], WGMMA: "not here"}
+    stored, numerics = checked(monkeypatch, answers)
+    assert isinstance(stored, str)
+    assert "other bits than the chain at T = [1]" in numerics["wkv_stored_1"]
+    with pytest.raises(SelfCheckFailed, match="wkv_copy on"):
+        checked(monkeypatch, answers, has_copy=False)
