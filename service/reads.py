@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from ctypes import addressof, c_char
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, SupportsInt
 
 import numpy as np
 
 from engram_client import wire
-from engram_client.wire import TensorView
-from engram_core.direct import OneRead
+from engram_client.wire import TensorSpec, TensorView
+from engram_core.direct import OneAnswer, OneRead
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
 from service import operations, steps, strict
@@ -116,32 +116,20 @@ class SingleRead:
         """Update a residual that the engine can update now (see `TensorRead.at_once`)."""
         if self._output is not Output.RESIDUAL or not self._count:
             return None
-        begun = time.perf_counter()
-        read = OneRead(
-            self._session_id,
-            self._position,
-            self._count,
-            self._epoch,
-            self._model.checkpoint.geometry.layer_index(self._layer),
-            addressof(c_char.from_buffer(body)),
-            self._dtype == "F32",
+        spec = self._dtype, self._shape
+        answer = update_at_once(
+            self._call,
+            self._model,
+            TensorView(*spec, body),
+            session_id=self._session_id,
+            position=self._position,
+            epoch=self._epoch,
+            layer=self._layer,
         )
-        if len(body) != wire.num_bytes((self._dtype, self._shape)) or read.residual % 4:
-            return None
-        call = self._call
-        answer = self._model.engine.read_residual(call.tenant, read)
         if answer is None:
             return None
-        call.stages["check"] = time.perf_counter() - begun - answer.gate_s
-        call.stages["gate"] = answer.gate_s
-        headers = {
-            wire.SHAPE: wire.format_shape(self._shape),
-            wire.DTYPE: self._dtype,
-            wire.LENGTH: str(answer.length),
-            wire.BASE: str(answer.base),
-            wire.EPOCH: str(answer.epoch),
-        }
-        where, buffers = call.leave([body])
+        headers = _described(spec, answer.length, answer.base, answer.epoch)
+        where, buffers = self._call.leave([body])
         return {**headers, **where}, buffers
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
@@ -167,13 +155,8 @@ class SingleRead:
     def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
         """Return a tensor's memory, and headers that describe it and its session."""
         view = wire.as_view(answer.tensors[self._layer])
-        headers = {
-            wire.SHAPE: wire.format_shape(view.shape),
-            wire.DTYPE: view.dtype,
-            wire.LENGTH: str(answer.length[0]),
-            wire.BASE: str(answer.base[0]),
-            wire.EPOCH: str(answer.epoch[0]),
-        }
+        spec = view.dtype, view.shape
+        headers = _described(spec, answer.length[0], answer.base[0], answer.epoch[0])
         if self._output in (Output.KV, Output.ROWS):
             headers[wire.DEAD] = wire.format_ranges(np.flatnonzero(answer.dead))
         if self._stored:
@@ -233,6 +216,56 @@ READS: Mapping[Operation, Callable[[Call], TensorRead]] = {
     operations.STEP: StepRead,
 }
 """The tensor routes: what checks the head of each."""
+
+
+def update_at_once(
+    call: Call,
+    model: Model,
+    residual: TensorView,
+    *,
+    session_id: int,
+    position: int,
+    epoch: int,
+    layer: int,
+) -> OneAnswer | None:
+    """Update the residual of one session that the engine can update here and now, in its memory.
+
+    None: nothing was changed; a step answers it.
+
+    residual: BF16 or F32 [T, hc_mult, dim], T >= 1; position: of its first token
+    """
+    data = residual.data
+    if len(data) != wire.num_bytes((residual.dtype, residual.shape)):
+        return None
+    begun_s = time.perf_counter()
+    read = OneRead(
+        session_id=session_id,
+        position=position,
+        num_tokens=residual.shape[0],
+        epoch=epoch,
+        layer_index=model.checkpoint.geometry.layer_index(layer),
+        residual=addressof(c_char.from_buffer(data)),
+        is_f32=residual.dtype == "F32",
+    )
+    answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
+    if answer is not None:
+        call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
+        call.stages["gate"] = answer.gate_s
+    return answer
+
+
+def _described(
+    spec: TensorSpec, length: SupportsInt, base: SupportsInt, epoch: SupportsInt
+) -> dict[str, str]:
+    """Return the headers of a tensor and of its session."""
+    dtype, shape = spec
+    return {
+        wire.SHAPE: wire.format_shape(shape),
+        wire.DTYPE: dtype,
+        wire.LENGTH: str(length),
+        wire.BASE: str(base),
+        wire.EPOCH: str(epoch),
+    }
 
 
 def _residual_spec(call: Call, model: Model) -> tuple[str, tuple[int, ...]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from ctypes import addressof, c_char
 from typing import NamedTuple
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -13,11 +11,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from engram_client import wire
 from engram_client.proto import engram_pb2 as pb
 from engram_client.wire import TensorView
-from engram_core.direct import OneRead
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, StepAnswer
 from engram_core.geometry import Geometry
 from service import steps
 from service.calls import Call
+from service.reads import update_at_once
 from service.rpc import messages
 from service.state import Model
 
@@ -71,31 +69,28 @@ class StepWork:
 
     def _read_at_once(self, plain: _Plain, model: Model) -> bool:
         """Update a residual that the engine can update here and now; False: nothing was changed."""
-        begun = time.perf_counter()
         call, count = self._call, plain.num_tokens
         self._residual = copy = self._copy(plain.residual)
         self._admitted = 16 + count
         call.lease.add(self._admitted, "the answer")
-        read = OneRead(
-            plain.session_id,
-            plain.position,
-            count,
-            plain.epoch,
-            model.checkpoint.geometry.layer_index(plain.layer),
-            addressof(c_char.from_buffer(copy)),
-            plain.dtype == "F32",
+        residual = TensorView(plain.dtype, plain.shape, copy)
+        answer = update_at_once(
+            call,
+            model,
+            residual,
+            session_id=plain.session_id,
+            position=plain.position,
+            epoch=plain.epoch,
+            layer=plain.layer,
         )
-        answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
         if answer is None:
             return False
         self._views = {
             "length": _number(answer.length),
             "epoch": _number(answer.epoch),
             "dead": TensorView("U8", (count,), memoryview(answer.dead)),
-            f"residual.{plain.layer}": TensorView(plain.dtype, plain.shape, copy),
+            f"residual.{plain.layer}": residual,
         }
-        call.stages["check"] = time.perf_counter() - begun - answer.gate_s
-        call.stages["gate"] = answer.gate_s
         return True
 
     def reply(self) -> bytes:
