@@ -6,7 +6,7 @@ A report is a file like any other: bounded, checked, and refused where it is not
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from engram_core.memory import Measured, Placement
 NAME, VERSION = "engram doctor", 2
 
 _MAX_BYTES = 1 << 20
+_NOTE_CHARACTERS = 200
 _ROWS = {84: "Q2_K", 264: "E4M3_E8M0_32"}
 """Bytes of a stored row that the doctor gathers -> its name in a reading."""
 
@@ -35,7 +36,7 @@ class Report:
         """Say why it is not of this machine; "" if it is. with_gpu: a GPU is used."""
         if with_gpu and self.fingerprint.get("gpu") is None:
             return "it was made without a GPU"
-        told = differences(self.fingerprint, ours, with_gpu=with_gpu)
+        told = [each[:200] for each in differences(self.fingerprint, ours, with_gpu=with_gpu)]
         return f"it is of another machine or driver ({'; '.join(told)})" if told else ""
 
     def measured(self, row_bytes: int, *, with_gpu: bool) -> Measured:
@@ -81,7 +82,7 @@ def read_report(path: Path) -> Report:
     if not isinstance(document, dict) or document.get("report") != NAME:
         raise _no_report(path, f'an object with "report": "{NAME}"', "something else")
     if document.get("version") != VERSION:
-        got = f"version {document.get('version')!r}"
+        got = f"version {document.get('version')!r}"[:80]
         raise _no_report(path, f"version {VERSION} (run `engram doctor --out` again)", got)
     fingerprint, readings = document.get("fingerprint"), document.get("readings")
     if not isinstance(fingerprint, dict) or not isinstance(readings, list):
@@ -91,7 +92,7 @@ def read_report(path: Path) -> Report:
         if not _is_reading(line):
             raise _no_report(path, f"a name and a value in reading {index}", repr(line)[:80])
         values[line["name"]] = None if line["value"] is None else float(line["value"])
-        notes[line["name"]] = line["note"]
+        notes[line["name"]] = _words(line["note"])
     return Report(fingerprint, values, notes)
 
 
@@ -99,12 +100,19 @@ def _is_reading(line: Any) -> bool:
     if not isinstance(line, dict) or not {"name", "value", "note"} <= line.keys():
         return False
     value = line["value"]
-    is_number = type(value) in (int, float) and math.isfinite(value) and value >= 0
+    # Not `isfinite`: an integer may be larger than any float.
+    is_number = type(value) in (int, float) and 0 <= value <= sys.float_info.max
     return (
         isinstance(line["name"], str)
         and isinstance(line["note"], str)
         and (value is None or is_number)
     )
+
+
+def _words(note: str) -> str:
+    """Return a note as it may stand in a line of a log, or of `info`."""
+    plain = (letter if letter.isprintable() else " " for letter in note[:_NOTE_CHARACTERS])
+    return "".join(plain).strip()
 
 
 def _no_report(path: Path, expected: str, got: str) -> SchemaError:

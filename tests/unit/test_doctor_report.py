@@ -210,6 +210,7 @@ def test_facts_of_a_gpu_are_those_of_its_driver() -> None:
         (document({"x": "fast"}), "reading 0"),
         (document({"x": -1.0}), "reading 0"),
         (document({"x": float("nan")}), "reading 0"),
+        (document({"x": 10**400}), "reading 0"),
         (document({"x": True}), "reading 0"),
         (" " * (1 << 20) + "{}", "at most 1048576 bytes"),
     ],
@@ -217,6 +218,15 @@ def test_facts_of_a_gpu_are_those_of_its_driver() -> None:
 def test_file_that_is_no_report_is_refused(tmp_path: Path, content: object, words: str) -> None:
     with pytest.raises(SchemaError, match=words):
         read_report(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("note", ["\ud800", "\n\x1b[31mno room", "x" * 100_000])
+def test_note_is_words_in_a_line(tmp_path: Path, note: str) -> None:
+    content = document({"gather Q2_K, plain memory": None})
+    content["readings"][0]["note"] = note
+    found = read_report(written(tmp_path, content)).measured(84, with_gpu=False)
+    ledger = plan(NEEDS, ROOMY, measured=found)
+    assert all(line.isprintable() and len(line) < 1000 for line in ledger.table())
 
 
 def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
