@@ -35,8 +35,8 @@ from engram_core.backends.cuda_near import CudaNearRead
 from engram_core.backends.device import PinnedBuffer, Stream
 from engram_core.backends.disk_rows import disk_readers
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
-from engram_core.backends.gates import MAPPED_TOKENS, HostGates
 from engram_core.backends.graphs import Graphs, GraphUse
+from engram_core.backends.host_gates import MAPPED_TOKENS, HostGates
 from engram_core.backends.native import Device, Native
 from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.project_queue import ProjectQueue

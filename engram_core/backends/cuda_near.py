@@ -14,7 +14,7 @@ from ctypes import addressof
 import numpy as np
 
 from engram_core.backends.cpu import CpuLibrary, NearKeys
-from engram_core.backends.gates import HostGates
+from engram_core.backends.host_gates import HostGates
 from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.projections import Projections
 from engram_core.geometry import EngramHashTables

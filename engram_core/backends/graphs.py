@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import EngramV41
-from engram_core.backends.gates import HostGates
+from engram_core.backends.host_gates import HostGates
 from engram_core.backends.native import INLINE_TOKENS
 from engram_core.backends.projections import QUEUED, Projections
 from engram_core.backends.staging import address_of
