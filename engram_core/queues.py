@@ -59,8 +59,15 @@ class FairQueue:
     def take(self, limit: int) -> list[Piece]:
         """Return a batch of one layer, at most `limit` tokens, each client's share in turn."""
         self._drop_unwanted()
-        if not self._line:
-            return []
+        while self._line:
+            before = self.num_tokens
+            batch = self._take_layer(limit)
+            # Nothing but pieces that were cancelled since: [] would say that nothing waits.
+            if batch or self.num_tokens == before:
+                return batch
+        return []
+
+    def _take_layer(self, limit: int) -> list[Piece]:
         clients = self._next_clients()
         first = self._line[clients[0]]
         layer = min(first, key=lambda layer: first[layer][0][0])

@@ -14,6 +14,7 @@ import torch
 from engram_core.engine_types import EngineLimits, Output, StepAnswer
 from engram_core.errors import Draining, Internal
 from engram_core.jobs import Job, Read
+from engram_core.queues import FairQueue
 from engram_core.scheduler import Scheduler
 from tests.recording import SIZES, TOY, RecordingBackend, kv_number
 
@@ -375,3 +376,28 @@ def test_drain_tells_when_it_did_not_finish() -> None:
         assert not made.drain(0)
         backend.resume()
         assert made.drain(30)
+
+
+def test_jobs_cancelled_while_a_batch_is_taken_do_not_leave_others_waiting() -> None:
+    queue = FairQueue(8)
+    # Asked for its outcome when the queue is tidied, and again when its piece is given: in between
+    # its client cancels.
+    answer = _CancelledLater(times=1)
+    gone, other = job(1, client="a"), job(1, client="b", layers=(1,))
+    gone.answer = answer
+    for each in (gone, other):
+        for piece in each.pieces(8):
+            queue.push(piece)
+    assert [piece.job for piece in queue.take(64)] == [other]
+    assert answer.asked == 2
+    assert (queue.take(64), queue.num_tokens) == ([], 0)
+
+
+class _CancelledLater(Future[StepAnswer]):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.asked, self._times = 0, times
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > self._times
