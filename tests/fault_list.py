@@ -260,6 +260,23 @@ FAULTS = (
         "\n",
         "tests/unit/test_scheduler.py::test_small_requests_leave_every_second_batch_to_big_ones",
     ),
+    fault(
+        "cancelled-pieces-say-that-nothing-waits",
+        "engram_core/queues.py",
+        "            if batch or self.num_tokens == before:\n                return batch\n",
+        "            return batch if before else []\n",
+        "tests/unit/test_scheduler.py"
+        "::test_jobs_cancelled_while_a_batch_is_taken_do_not_leave_others_waiting",
+    ),
+    # ------------------------------------------------------------------ bodies
+    fault(
+        "body-after-its-refusal-is-read",
+        "service/transport.py",
+        "if not (self._exchange.more_body or self._exchange.is_told):",
+        "if not self._exchange.more_body:",
+        "tests/service/test_fast_path.py"
+        "::test_too_large_and_no_room_reach_a_client_that_writes_20_mb_first",
+    ),
     # ------------------------------------------------------------------ remembered heads
     fault(
         "remembered-key-is-not-asked-again",
@@ -898,8 +915,8 @@ FAULTS = (
     fault(
         "two-engines-over-one-backend",
         "engram_core/engine.py",
-        "        if backend in _SERVING:\n",
-        "        if False:\n",
+        "    if not backend.serving.acquire(blocking=False):\n",
+        "    if False:\n",
         "tests/unit/test_engine.py::test_a_backend_serves_one_engine_at_a_time",
     ),
     fault(
