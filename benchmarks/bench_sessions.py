@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class NoBackend:
     host_memory = PlainMemory()
 
     def __init__(self, tables: EngramHashTables) -> None:
+        self.serving = threading.Lock()
         self.hash_tables = tables
         self.geometry = Geometry((1, 14), 4, 8, 256, 8, 4, 1e-20, tables.table_rows)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,20 +56,14 @@ def _wall_clock_us() -> int:
     return time.time_ns() // 1000
 
 
-_SERVING: WeakSet[Backend] = WeakSet()
-_SERVING_LOCK = threading.Lock()
-
-
 def _claim(backend: Backend) -> None:
-    with _SERVING_LOCK:
-        if backend in _SERVING:
-            raise Conflict(
-                "this backend serves an engine already, and two would write each other's kv slots; "
-                "close that engine first, or load another backend",
-                expected="a backend that serves no engine",
-                got="one that does",
-            )
-        _SERVING.add(backend)
+    if not backend.serving.acquire(blocking=False):
+        raise Conflict(
+            "this backend serves an engine already, and two would write each other's kv slots; "
+            "close that engine first, or load another backend",
+            expected="a backend that serves no engine",
+            got="one that does",
+        )
 
 
 class Engine:
@@ -294,12 +287,13 @@ class Engine:
     def close(self) -> None:
         """Refuse new calls and what waits with Draining, end the threads. Twice is once."""
         with self._lock:
-            self._is_closed = True
+            was_closed, self._is_closed = self._is_closed, True
             self._steps.refuse_waits(self._scheduler.refusal())
         self._steps.tell()
         self._timer.close()
         self._scheduler.close()
-        _SERVING.discard(self.backend)
+        if not was_closed:
+            self.backend.serving.release()
 
     def __enter__(self) -> Engine:
         return self

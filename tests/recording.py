@@ -61,6 +61,7 @@ class RecordingBackend:
         self.hash_tables = TOY
         self.num_slots = num_slots
         self.observer: StageObserver = Unobserved()
+        self.serving = threading.Lock()
         self.encodings = ("F32", "F32")
         self.row_bytes = (16, 16)
         self.host_memory: HostMemory = PlainMemory()

@@ -9,6 +9,7 @@ engine's limits allows it, `gate` and `read_kv` run beside a `project` into othe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -76,6 +77,9 @@ class Backend(Protocol):
 
     observer: StageObserver
     """Told the stages of `STAGES` that exist here; set by who runs the calls, before the first."""
+
+    serving: threading.Lock
+    """Held by the engine that it serves: which slot holds what is known to one engine alone."""
 
     name: str
     geometry: Geometry

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from engram_core.backends.base import Backend
 from engram_core.backends.cuda_check import (
     gemm_matches_chain,
     layer_with_copy,
@@ -25,7 +25,6 @@ from engram_core.backends.graphs import GraphUse
 from engram_core.backends.native import INLINE_TOKENS, Unsupported
 from engram_core.backends.stored_wkv import STORED_FORMS, StoredWkv
 from engram_core.errors import SelfCheckFailed
-from engram_core.geometry import Geometry
 
 GRAPH_CLASSES = (1, 8, 16, 32, 64)
 """Largest T of each class of batches that graphs or launches serve, whichever was faster."""
@@ -38,28 +37,14 @@ _ROUNDS = 11
 Numerics = dict[str, str]
 
 
-class Served(Protocol):
-    """What `choose_graphs` asks of a backend."""
+class Served(Backend, Protocol):
+    """A backend that `choose_graphs` can time."""
 
-    geometry: Geometry
-    num_slots: int
+    def synchronize(self) -> None:
+        """Wait for every enqueued projection."""
 
-    def project(
-        self, layer_index: int, slots: NDArray[np.int64], *, windows: NDArray[np.int32]
-    ) -> None: ...
-
-    def gate(
-        self,
-        layer_index: int,
-        slots: NDArray[np.int64],
-        dead: NDArray[np.bool_],
-        residual: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor: ...
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Make pinned memory: uint8 [num_bytes]."""
 
 
 def open_gemm(

@@ -114,6 +114,7 @@ class CudaBackend:
         )
         self._table_rows = tuple(layer.num_rows for layer in layers)
         self._sizes = sizes or Sizes()
+        self.serving = threading.Lock()
         self._native = native
         self._device_index = device_index
         self._thread = threading.local()
@@ -147,10 +148,7 @@ class CudaBackend:
             if any(layer.requantize_input for layer in layers)
             else "bfloat16 rows",
         }
-
-    @property
-    def numerics(self) -> Mapping[str, str]:
-        return self._numerics
+        self.numerics: Mapping[str, str] = self._numerics
 
     def open_gemm(self, candidates: Sequence[str]) -> bool:
         """Take the first cublasLt whose every batch class gives the chain's bits.

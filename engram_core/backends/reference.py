@@ -7,6 +7,7 @@ and `gate.py` say what had to be done, `self_check.py` measures that it worked.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -52,6 +53,7 @@ class ReferenceBackend:
         self.hash_tables = hash_tables
         self.num_slots = num_slots
         self.observer: StageObserver = Unobserved()
+        self.serving = threading.Lock()
         self.encodings = tuple(table.encoding for table in tables)
         self.row_bytes = tuple(table.row_bytes for table in tables)
         self.host_memory: HostMemory = PlainMemory()

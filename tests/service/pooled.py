@@ -26,6 +26,7 @@ class PooledBackend:
 
     def __init__(self, backend: Backend) -> None:
         self._backend: Any = backend
+        self.serving = threading.Lock()
         self.block = np.zeros(BLOCK_BYTES, np.uint8)
         self.host_memory = PooledMemory(self.block)
         self.in_place: list[bool] = []

@@ -170,7 +170,9 @@ def test_every_id_lies_in_its_bucket() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 16, 2**31, 2**63 - 1, -(2**63)])
 def test_an_id_outside_the_map_is_refused_by_index_and_value(bad: int) -> None:
-    with pytest.raises(TokenOutOfRange, match=rf"token_ids\[1\]: expected 0\.\.15, got {bad}") as got:
+    with pytest.raises(
+        TokenOutOfRange, match=rf"token_ids\[1\]: expected 0\.\.15, got {bad}"
+    ) as got:
         compress(np.array([5, bad, 9]), None, TABLES)
     assert (got.value.got, got.value.details["index"]) == (bad, 1)
 
