@@ -1,8 +1,8 @@
 """Small reads whose kv is there already, run by the thread that asks for them.
 
 A lane costs two thread wake-ups and the interpreter's lock twice, 100 to 300 us on a machine that
-has other work; such a read costs 70 to 200 us (docs/notes/fast_path.md). It also need not wait for
-the projection a lane is busy with: its kv is filled, and pinned until it is answered.
+has other work; such a read costs 70 to 400 wherever it runs (docs/notes/fast_path.md). Nor need it
+wait for the projection a lane is busy with: its kv is filled, and pinned until it is answered.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from service.state import Model
 log = structlog.get_logger("engram.load")
 
 NEAR_TOKENS = 16
-"""Reads up to this size are run on the event loop's thread, on the CPU: 70 to 200 us, less than
-handing them over (docs/notes/fast_path.md)."""
+"""Reads up to this size are run on the event loop's thread, on the CPU: handing them over costs 100
+to 300 us more (docs/notes/fast_path.md)."""
 
 CUDA_NEAR_TOKENS = 512
 """The same on a GPU, for residuals of one session whose kv is there and nothing else: 25 to 600 us
