@@ -42,7 +42,6 @@ from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Strea
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41, hash_constants
 from engram_core.backends.native import Native, cublaslt_candidates
 from engram_core.backends.stored_wkv import StoredWkv
-from engram_core.backends.timing import elapsed_s
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import hash_windows
 from engram_core.token_map import token_map_from_tokenizer
@@ -618,7 +617,7 @@ def host_rows(bench: Bench, sizes: tuple[int, ...]) -> None:
             bench.native.gather(byref(params))
             end.record(stream)
             end.wait()
-            times.append(elapsed_s(begin, end, bench.native) * 1e6)
+            times.append(begin.us_until(end))
         bench.record(tokens, {"gather Q2_K from pinned memory": statistics.median(times[2:])})
     pinned.close()
 

@@ -14,6 +14,7 @@ import torch
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import GEMM_CLASSES, EngramV41
+from engram_core.backends.race import Race
 from engram_core.backends.stored_wkv import (
     BATCH_CLASSES,
     CHAIN,
@@ -21,7 +22,6 @@ from engram_core.backends.stored_wkv import (
     CUBLASLT,
     STORED,
     STORED_FORMS,
-    Race,
     Stored,
     StoredWkv,
     arrange,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_int32
+from ctypes import byref, c_float, c_int32
 
 import numpy as np
 import torch
@@ -97,6 +97,12 @@ class Event:
     def wait(self) -> None:
         """Wait on the host. Raises: Internal after a failed launch, or after 30 s."""
         self._native.event_wait(self.handle, WATCHDOG_MS)
+
+    def us_until(self, end: Event) -> float:
+        """GPU microseconds between two timed marks that have passed."""
+        answer = c_float()
+        self._native.event_elapsed_us(self.handle, end.handle, byref(answer))
+        return float(answer.value)
 
     def close(self) -> None:
         """Destroy it (again: nothing)."""

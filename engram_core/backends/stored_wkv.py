@@ -6,10 +6,8 @@ Up to 64 tokens the layer's time is one pass over wkv. Stored weights are a sixt
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from ctypes import byref, c_float
+from ctypes import byref
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +28,6 @@ CHAIN, STORED, WGMMA, CUBLASLT = "chain", "stored", "stored wgmma", "cublasLt"
 
 STORED_FORMS = {STORED: abi.STORED_MMA, WGMMA: abi.STORED_WGMMA}
 """Kernels over wkv as stored: name -> engram_stored_form."""
-
-_ROUNDS = 7
 
 _FACTORS = {"Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2)}
 """Formats of quant blocks that the kernels read; where a block keeps its f16 factors."""
@@ -144,41 +140,3 @@ def edge_scales(out_features: int, in_features: int, seed: int = 42) -> NDArray[
     scales = rng.integers(110, 128, (out_features // 32, in_features // 32), dtype=np.uint8)
     scales[0] = np.arange(in_features // 32) % 135
     return scales
-
-
-def elapsed_us(begin: Event, end: Event, native: Native) -> float:
-    """GPU time between two timed events that have passed."""
-    answer = c_float()
-    native.event_elapsed_us(begin.handle, end.handle, byref(answer))
-    return float(answer.value)
-
-
-class Race:
-    """Times candidates in turns on a stream: medians of GPU time.
-
-    before: launched twice ahead of each: it keeps the device busy while the host enqueues what is
-        timed, and by reading more than an L2 holds it lets every candidate start cold
-    """
-
-    def __init__(self, native: Native, stream: Stream, before: Callable[[], None]) -> None:
-        self._native, self._stream, self._before = native, stream, before
-        self._begin, self._end = (Event(native, is_timed=True) for _ in range(2))
-
-    def run(self, candidates: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-        """Median microseconds by name; the first round does not count."""
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for _ in range(_ROUNDS):
-            for name, launch in candidates.items():
-                self._before()
-                self._before()
-                self._begin.record(self._stream)
-                launch()
-                self._end.record(self._stream)
-                self._end.wait()
-                times[name].append(elapsed_us(self._begin, self._end, self._native))
-        return {name: statistics.median(some[1:]) for name, some in times.items()}
-
-    def close(self) -> None:
-        """Destroy its events."""
-        self._begin.close()
-        self._end.close()

@@ -7,10 +7,11 @@ took them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_float, c_void_p, cast
+from ctypes import POINTER, c_void_p, cast
 
 from engram_core.backends import native as abi
 from engram_core.backends.base import StageObserver, Unobserved
@@ -20,18 +21,10 @@ from engram_core.backends.native import Native
 _EVERY = 16
 
 
-def elapsed_s(begin: Event, end: Event, native: Native) -> float:
-    """GPU seconds between two timed events that have passed."""
-    answer = c_float()
-    native.event_elapsed_us(begin.handle, end.handle, byref(answer))
-    return float(answer.value) * 1e-6
-
-
 class ProjectionTimer:
     """Times a projection now and then: rows, then wkv."""
 
     def __init__(self, native: Native) -> None:
-        self._native = native
         self._marks = [Event(native, is_timed=True) for _ in range(3)]
         self._turn = 0
         self._is_pending = False
@@ -43,8 +36,8 @@ class ProjectionTimer:
         if self._is_pending:
             if self._marks[2].is_done():
                 begin, gathered, end = self._marks
-                observer.late("hash_gather", elapsed_s(begin, gathered, self._native))
-                observer.late("wkv", elapsed_s(gathered, end, self._native))
+                observer.late("hash_gather", begin.us_until(gathered) * 1e-6)
+                observer.late("wkv", gathered.us_until(end) * 1e-6)
                 self._is_pending = False
             return False
         self._turn += 1
@@ -64,7 +57,6 @@ class WayShares:
     """How a copied gate's time goes into the way up, the gate and the way down."""
 
     def __init__(self, native: Native) -> None:
-        self._native = native
         self._marks = [Event(native, is_timed=True) for _ in range(4)]
         self._handles = (c_void_p * 4)(*(mark.handle for mark in self._marks))
         self._shares: tuple[float, float] | None = None
@@ -87,10 +79,8 @@ class WayShares:
             params.marks = None
         seconds = time.perf_counter() - start
         if is_timed:
-            up, gate, down = (
-                elapsed_s(self._marks[i], self._marks[i + 1], self._native) for i in range(3)
-            )
-            total = max(up + gate + down, 1e-9)
+            up, gate, down = (begin.us_until(end) for begin, end in itertools.pairwise(self._marks))
+            total = max(up + gate + down, 1e-3)
             self._shares = up / total, down / total
         if self._shares is not None:
             observer.part("h2d", seconds * self._shares[0])

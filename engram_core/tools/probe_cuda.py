@@ -19,11 +19,11 @@ import torch
 from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.native import Native, Unsupported, cublaslt_candidates
+from engram_core.backends.race import Race
 from engram_core.backends.stored_wkv import (
     BATCH_CLASSES,
     CHAIN,
     STORED_FORMS,
-    Race,
     arranged_bytes,
 )
 from engram_core.errors import EngramError

@@ -17,13 +17,13 @@ from engram_core.backends.cuda import _wkv_bytes
 from engram_core.backends.device import Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.native import FORMATS, Native, Unsupported
+from engram_core.backends.race import Race
 from engram_core.backends.stored_wkv import (
     BATCH_CLASSES,
     CHAIN,
     CUBLASLT,
     STORED,
     WGMMA,
-    Race,
     StoredWkv,
     arranged_bytes,
     edge_scales,

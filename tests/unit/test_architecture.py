@@ -39,7 +39,7 @@ LEVELS = {
         "sessions",
         "backends.base backends.native backends.gate backends.projection",
         "backends.cpu backends.device backends.arguments",
-        "backends.self_check backends.disk_rows backends.pinned",
+        "backends.self_check backends.disk_rows backends.pinned backends.race",
         "backends.stored_wkv",
         "backends.reference backends.engram_v41 backends.staging",
         "backends.cuda_check backends.projections backends.timing",
