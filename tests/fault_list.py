@@ -908,7 +908,7 @@ FAULTS = (
     fault(
         "cuda-graphs-over-a-table-on-disk",
         "engram_core/backends/cuda_backend.py",
-        "or not self.num_slots or any(self._disk_rows):",
+        "or not self.num_slots or self._is_on_disk:",
         "or not self.num_slots:",
         "tests/unit/test_cuda_calls.py",
     ),

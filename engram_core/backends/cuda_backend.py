@@ -33,7 +33,6 @@ from engram_core.backends.cpu import find_library
 from engram_core.backends.cuda_check import check_gate, check_projection
 from engram_core.backends.cuda_near import CudaNearRead
 from engram_core.backends.device import PinnedBuffer, Stream
-from engram_core.backends.disk_rows import disk_readers
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.graphs import Graphs, GraphUse
 from engram_core.backends.host_gates import MAPPED_TOKENS, HostGates
@@ -41,21 +40,15 @@ from engram_core.backends.native import Device, Native
 from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.project_queue import ProjectQueue
 from engram_core.backends.projections import Projections
-from engram_core.backends.staging import (
-    ControlRing,
-    Lane,
-    address_of,
-    control_bytes_of,
-    fits_inline,
-    pieces,
-)
+from engram_core.backends.read_outs import KvReadOut, RowReadOut
+from engram_core.backends.staging import pieces
 from engram_core.backends.timing import ProjectionTimer
 from engram_core.errors import BadTensor, EngramError, Internal
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.host_memory import HostMemory, PlainMemory
 
 _Owned = TypeVar(
-    "_Owned", Stream, ControlRing, Lane, HostGates, Projections, ProjectionTimer, ProjectQueue
+    "_Owned", Stream, HostGates, KvReadOut, Projections, ProjectionTimer, ProjectQueue, RowReadOut
 )
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -113,6 +106,7 @@ class CudaBackend:
             native.row_bytes(abi.FORMATS[layer.encoding], geometry.head_dim) for layer in layers
         )
         self._table_rows = tuple(layer.num_rows for layer in layers)
+        self._is_on_disk = any(layer.on_disk is not None for layer in layers)
         self._sizes = sizes or Sizes()
         self.serving = threading.Lock()
         self._native = native
@@ -174,7 +168,7 @@ class CudaBackend:
         mode: auto (each class of batches is served by what is faster here, measured now), on (by
         graphs throughout) or off. `numerics` says which, or why there are none.
         """
-        if mode == "off" or not self.num_slots or any(self._disk_rows):
+        if mode == "off" or not self.num_slots or self._is_on_disk:
             why = "rows are read from disk" if self.num_slots else "there are no kv slots"
             self._numerics["graphs"] = "off" if mode == "off" else f"none: {why}"
             return
@@ -200,26 +194,7 @@ class CudaBackend:
         require_tensor("out", out, (dtype,), (len(hash_ids), columns, width))
         require_rows(hash_ids, self._table_rows[layer_index])
         self._select()
-        output = abi.OUT_STORED if stored else abi.OUT_BF16
-        disk = self._disk_rows[layer_index]
-        for turn, piece in enumerate(pieces(len(hash_ids), self._sizes.lane_tokens)):
-            lane = self._row_lanes[turn % len(self._row_lanes)]
-            lane.finish()
-            some, stream = _flat(hash_ids[piece], np.int64), self._row_stream
-            to, count = self._place(lane, out[piece]), len(some)
-            if disk is not None:
-                table, ids = disk.read(some), disk.places
-                self.engram.gather(
-                    layer_index, count, to, stream, hash_ids=ids, output=output, table=table
-                )
-                disk.release(stream)
-            else:
-                (ids,) = self._row_control.send(stream, some)
-                self.engram.gather(layer_index, count, to, stream, hash_ids=ids, output=output)
-                self._row_control.release(stream)
-            lane.end(stream)
-        for lane in self._row_lanes:
-            lane.finish()
+        self._rows.read(layer_index, hash_ids, out, stored=stored)
 
     def project(
         self,
@@ -265,8 +240,9 @@ class CudaBackend:
         hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
         require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
         slots, dead = live_slots(slots, dead, self.num_slots), np.ascontiguousarray(dead)
+        self._select()
         with self._urgent_lock:
-            self._read_kv(slots, dead, out)
+            self._kv.read(slots, dead, out)
 
     def gate(
         self,
@@ -388,11 +364,7 @@ class CudaBackend:
     # ---- queues
 
     def _make_queues(self, made: ExitStack, mapped_tokens: int) -> None:
-        native, geometry, sizes = self._native, self.geometry, self._sizes
-        control_bytes = control_bytes_of(geometry, sizes.chunk_tokens)
-        row_width = max(*self.row_bytes, geometry.head_dim * 2)
-        row_bytes = sizes.lane_tokens * geometry.n_hash_cols * row_width
-        lane_bytes = sizes.lane_tokens * geometry.kv_bytes
+        native, sizes = self._native, self._sizes
 
         def keep(part: _Owned) -> _Owned:
             made.callback(part.close)
@@ -400,17 +372,16 @@ class CudaBackend:
 
         self._project_stream = keep(Stream(native))
         self._urgent = keep(Stream(native, is_urgent=True))
-        self._row_stream = keep(Stream(native))
-        self._control = keep(ControlRing(native, control_bytes, 3))
-        self._row_control = keep(ControlRing(native, control_bytes, 3))
-        self._lanes = [keep(Lane(native, lane_bytes)) for _ in range(2)]
-        self._row_lanes = [keep(Lane(native, row_bytes)) for _ in range(2)]
-        tables = [self.engram.layer(i).on_disk for i in range(geometry.num_layers)]
-        self._disk_rows = disk_readers(
-            native, tables, geometry.n_hash_cols, sizes.lane_tokens, made
+        self._rows = keep(
+            RowReadOut(self.engram, self.row_bytes, sizes.lane_tokens, self._is_pinned)
         )
         self._timer = keep(ProjectionTimer(native))
         self._projections = keep(Projections(native, self.num_slots))
+        self._kv = keep(
+            KvReadOut(
+                self.engram, self._urgent, self._projections, sizes.lane_tokens, self._is_pinned
+            )
+        )
         self._queue = keep(
             ProjectQueue(
                 self.engram,
@@ -437,42 +408,6 @@ class CudaBackend:
             self._native.device_select(self._device_index)
             self._thread.is_bound = True
 
-    def _read_kv(
-        self, slots: NDArray[np.int64], dead: NDArray[np.bool_], out: torch.Tensor
-    ) -> None:
-        self._select()
-        after = self._projections.of(slots)
-        if after is not None:
-            self._urgent.wait(after)
-        for turn, piece in enumerate(pieces(len(slots), self._sizes.lane_tokens)):
-            lane = self._lanes[turn % len(self._lanes)]
-            lane.finish()
-            to = self._place(lane, out[piece])
-            places, flags, is_sent = self._control_of(slots[piece], dead[piece])
-            self.engram.read_kv(
-                piece.stop - piece.start, to, self._urgent, slots=places, is_dead=flags
-            )
-            if is_sent:
-                self._control.release(self._urgent)
-            lane.end(self._urgent)
-        self._finish_lanes()
-
-    def _control_of(
-        self, slots: NDArray[np.int64], dead: NDArray[np.bool_]
-    ) -> tuple[int, int, bool]:
-        """Addresses of slots and dead flags, and whether they were sent to the device."""
-        if fits_inline(len(slots)):
-            return address_of(slots), address_of(dead), False
-        places = self._control.send(self._urgent, slots, dead)
-        return places[0], places[1], True
-
-    def _place(self, lane: Lane, out: torch.Tensor) -> int:
-        """Where the device can write what belongs in `out`."""
-        if self._is_pinned(out):
-            return out.data_ptr()
-        lane.deliver(out)
-        return lane.host.address
-
     def _is_pinned(self, data: torch.Tensor) -> bool:
         address, num_bytes = data.data_ptr(), data.numel() * data.element_size()
         if address % 16:  # kernels read and write so many bytes at once
@@ -480,10 +415,6 @@ class CudaBackend:
         if self._pinned is not None and self._pinned.holds(address, num_bytes):
             return True
         return any(pool.holds(address, num_bytes) for pool in self._pools)
-
-    def _finish_lanes(self) -> None:
-        for lane in self._lanes:
-            lane.finish()
 
 
 def _flat(array: NDArray[_Scalar], dtype: type[_Scalar]) -> NDArray[_Scalar]:

@@ -63,14 +63,19 @@ class Lane:
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_busy = False
 
+    def begin(self, out: torch.Tensor, *, in_place: bool) -> int:
+        """Return the address where the device writes the next piece, once the last one is there.
+
+        in_place: in `out` itself; else in pinned memory, and `finish` copies it
+        """
+        self.finish()
+        self._result = None if in_place else (out, self.host.tensor(out.dtype, tuple(out.shape)))
+        return out.data_ptr() if in_place else self.host.address
+
     def end(self, stream: Stream) -> None:
         """Say that the last launch of the piece is enqueued."""
         self._done.record(stream)
         self._is_busy = True
-
-    def deliver(self, to: torch.Tensor) -> None:
-        """Have `finish` copy the piece from pinned memory to its place."""
-        self._result = (to, self.host.tensor(to.dtype, tuple(to.shape)))
 
     def finish(self) -> None:
         """Wait for the end, and hand the result over where it is not in its place already."""

@@ -43,7 +43,7 @@ LEVELS = {
         "backends.stored_wkv",
         "backends.reference backends.engram_v41 backends.staging",
         "backends.cuda_check backends.projections backends.timing",
-        "backends.host_gates backends.project_queue",
+        "backends.host_gates backends.project_queue backends.read_outs",
         "backends.graphs backends.cuda_near",
         "backends.choices",
         "backends.cuda_backend",

@@ -63,7 +63,7 @@ class Library:
 class Bench:
     """Two layers, the second with its table on disk if there is one."""
 
-    def __init__(self, *, on_disk: bool = True) -> None:
+    def __init__(self, *, on_disk: bool = True, lane_tokens: int = 32) -> None:
         self.library = Library()
         self.geometry = geometry_of(TABLES, dim=DIM)
         self.backend = CudaBackend(
@@ -73,7 +73,7 @@ class Bench:
             [self.layer(0, on_disk=False), self.layer(1, on_disk=on_disk)],
             SLOTS,
             device=abi.Device(num_sms=132),
-            sizes=Sizes(chunk_tokens=128, lane_tokens=32, num_lanes=3),
+            sizes=Sizes(chunk_tokens=128, lane_tokens=lane_tokens, num_lanes=3),
         )
 
     def buffer(self) -> DeviceBuffer:
@@ -138,6 +138,46 @@ def test_rows_of_a_table_on_disk_are_gathered_in_the_order_asked_for() -> None:
         places = memory(reader.places, ids.size * 8).view(np.int64)
         assert np.array_equal(places, np.arange(ids.size))
     reader.close()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_are_gathered_piece_by_piece_to_their_place(
+    bench: Bench, layer: int, stored: bool
+) -> None:
+    ids = np.random.default_rng(1).integers(0, TABLES.table_rows[layer], (70, 24))
+    width, dtype = (512, torch.uint8) if stored else (256, torch.bfloat16)
+    out = torch.ones((70, 24, width), dtype=dtype)
+    bench.backend.rows(layer, ids, out, stored=stored)
+    # Ids of a table on disk are read by the CPU; pageable memory is filled from pinned lanes.
+    assert bench.library.launches() == ["copy", "gather"] * 3 if layer == 0 else ["gather"] * 3
+    assert not out.any()
+
+
+@pytest.mark.parametrize(("count", "pieces"), [(0, 0), (1, 1), (32, 1), (70, 3)])
+def test_kv_is_copied_out_piece_by_piece_to_its_place(
+    bench: Bench, count: int, pieces: int
+) -> None:
+    out = torch.ones((count, 5, DIM), dtype=torch.bfloat16)
+    bench.backend.read_kv(0, np.arange(count), NOBODY_DEAD[:count], out)
+    assert bench.library.launches() == ["read_kv"] * pieces
+    assert not out.any()
+
+
+def test_control_arrays_of_a_large_piece_of_kv_are_copied_before_it() -> None:
+    made = Bench(on_disk=False, lane_tokens=100)
+    out = torch.ones((170, 5, DIM), dtype=torch.bfloat16)
+    made.backend.read_kv(0, np.arange(170), NOBODY_DEAD[:170], out)
+    assert made.library.launches() == ["copy", "read_kv"] * 2
+    made.backend.close()
+
+
+def test_pinned_memory_is_written_in_place(bench: Bench) -> None:
+    pinned = bench.backend.host_buffer(70 * 5 * DIM * 2)
+    out = pinned.fill_(1).view(torch.bfloat16).view(70, 5, DIM)
+    bench.backend.read_kv(0, np.arange(70), NOBODY_DEAD[:70], out)
+    assert bench.library.launches() == ["read_kv"] * 3
+    assert (pinned == 1).all()  # the launches that do nothing were told of it
 
 
 def memory(address: int, num_bytes: int) -> NDArray[np.uint8]:
