@@ -913,6 +913,27 @@ FAULTS = (
         "tests/unit/test_cuda_calls.py",
     ),
     fault(
+        "cublaslt-with-other-bits-serves",
+        "engram_core/backends/choices.py",
+        "        if not different:\n",
+        "        if True:\n",
+        "tests/unit/test_cuda_start.py",
+    ),
+    fault(
+        "device-without-an-image-loaded",
+        "engram_core/backends/engram_v41.py",
+        "    if not device.has_image:\n",
+        "    if False:\n",
+        "tests/unit/test_cuda_start.py",
+    ),
+    fault(
+        "launch-waited-for-without-end",
+        "engram_core/backends/device.py",
+        "self._native.event_wait(self.handle, WATCHDOG_MS)",
+        "self._native.event_wait(self.handle, 1 << 40)",
+        "tests/unit/test_cuda_start.py",
+    ),
+    fault(
         "two-engines-over-one-backend",
         "engram_core/engine.py",
         "    if not backend.serving.acquire(blocking=False):\n",
