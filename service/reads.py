@@ -43,8 +43,11 @@ class TensorRead(Protocol):
         """Return how refused segments are told."""
 
 
-class ResidualForm(NamedTuple):
-    """What headers say of a residual: of which model, dtype, [T, hc, dim]."""
+class ReadForm(NamedTuple):
+    """Of which model, and how much.
+
+    dtype, shape: of a residual [T, hc_mult, dim]; "" and (T,) of what has no body
+    """
 
     model: Model
     dtype: str
@@ -52,69 +55,62 @@ class ResidualForm(NamedTuple):
 
 
 class SingleRead:
-    """A residual, kv, rows or hash_ids of one layer and session, as path and query name them."""
+    """A residual, kv, rows or hash_ids of one layer and session, as path and query name them.
 
-    def __init__(self, call: Call, output: Output) -> None:
-        """Raises BadTensor, SchemaError, UnknownLayer, TooManyTokens, Draining, Loading."""
-        self._call, self._output = call, output
-        self._model = model = call.state.check_open()
-        self._dtype = ""
-        self._shape: tuple[int, ...] = (call.integer("count", 1),)
-        if output is Output.RESIDUAL:
-            self._dtype, self._shape = _residual_spec(call, model)
-        self._session_id = call.session_id
-        self._position = call.integer("position", 0)
-        self._count = self._checked_count()
-        self._epoch = call.integer("epoch", EPOCH_OPENED)
-        self._layer = call.layer(model)
-        self._stored = call.choice("encoding", ("stored",)) is not None
-        self._wait_ms = call.integer("wait_ms", 0, high=MAX_WAIT_MS)
-        if output is Output.RESIDUAL:
-            _check_body_bytes(call.body_bytes, self._dtype, self._shape)
+    Every part is known to be right (see `checked`).
+    """
 
-    @classmethod
-    def residual(
-        cls,
+    def __init__(
+        self,
         call: Call,
-        form: ResidualForm,
+        output: Output,
+        form: ReadForm,
         *,
         session_id: int,
         layer: int,
         position: int,
         epoch: int,
-    ) -> SingleRead:
-        """Return a read of whose every part is known that it is right; the layer has an Engram."""
-        read = cls.__new__(cls)
-        read._call, read._output = call, Output.RESIDUAL
-        read._model, read._dtype, read._shape = form
-        read._session_id, read._layer = session_id, layer
-        read._position, read._count, read._epoch = position, form.shape[0], epoch
-        read._stored, read._wait_ms = False, 0
+        stored: bool = False,
+        wait_ms: int = 0,
+    ) -> None:
+        self.output, self.form = output, form
+        self._call = call
+        self._model, self._dtype, self._shape = form
+        self._session_id, self._layer = session_id, layer
+        self._position, self._epoch = position, epoch
+        self._stored, self._wait_ms = stored, wait_ms
+
+    @classmethod
+    def checked(cls, call: Call, output: Output) -> SingleRead:
+        """Check path, query and headers.
+
+        Raises BadTensor, SchemaError, UnknownLayer, TooManyTokens, Draining, Loading.
+        """
+        model = call.state.check_open()
+        form = ReadForm(model, "", (call.integer("count", 1),))
+        if output is Output.RESIDUAL:
+            form = ReadForm(model, *_residual_spec(call, model))
+        session_id = call.session_id
+        position = call.integer("position", 0)
+        _check_count(call, form.shape[0], model)
+        read = cls(
+            call,
+            output,
+            form,
+            session_id=session_id,
+            position=position,
+            epoch=call.integer("epoch", EPOCH_OPENED),
+            layer=call.layer(model),
+            stored=call.choice("encoding", ("stored",)) is not None,
+            wait_ms=call.integer("wait_ms", 0, high=MAX_WAIT_MS),
+        )
+        if output is Output.RESIDUAL:
+            _check_body_bytes(call.body_bytes, form.dtype, form.shape)
         return read
-
-    @property
-    def form(self) -> ResidualForm | None:
-        """What the headers said of a residual, None for other reads."""
-        is_residual = self._output is Output.RESIDUAL
-        return ResidualForm(self._model, self._dtype, self._shape) if is_residual else None
-
-    def _checked_count(self) -> int:
-        count, limit = self._shape[0], self._model.limits.max_tokens
-        if self._call.integer("count", count) != count:
-            raise BadTensor(
-                "count is not the residual's first dim",
-                expected=count,
-                got=self._call.query["count"],
-            )
-        if count > limit:
-            raise TooManyTokens(
-                f"{count} positions in one request; split it", expected=f"<= {limit}", got=count
-            )
-        return count
 
     def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
         """Update a residual that the engine can update now (see `TensorRead.at_once`)."""
-        if self._output is not Output.RESIDUAL or not self._count:
+        if self.output is not Output.RESIDUAL or not self._shape[0]:
             return None
         spec = self._dtype, self._shape
         answer = update_at_once(
@@ -135,11 +131,13 @@ class SingleRead:
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
         call, residual = self._call, None
-        if self._output is Output.RESIDUAL:
+        if self.output is Output.RESIDUAL:
             residual = wire.to_torch(TensorView(self._dtype, self._shape, body))
         request = StepRequest(
-            segments=steps.one_segment(self._session_id, self._position, self._count, self._epoch),
-            output=self._output,
+            segments=steps.one_segment(
+                self._session_id, self._position, self._shape[0], self._epoch
+            ),
+            output=self.output,
             layers=(self._layer,),
             residual=residual,
             stored=self._stored,
@@ -157,7 +155,7 @@ class SingleRead:
         view = wire.as_view(answer.tensors[self._layer])
         spec = view.dtype, view.shape
         headers = _described(spec, answer.length[0], answer.base[0], answer.epoch[0])
-        if self._output in (Output.KV, Output.ROWS):
+        if self.output in (Output.KV, Output.ROWS):
             headers[wire.DEAD] = wire.format_ranges(np.flatnonzero(answer.dead))
         if self._stored:
             index = self._model.checkpoint.geometry.layer_index(self._layer)
@@ -205,7 +203,7 @@ class StepRead:
 
 
 def _single(output: Output) -> Callable[[Call], TensorRead]:
-    return lambda call: SingleRead(call, output)
+    return lambda call: SingleRead.checked(call, output)
 
 
 READS: Mapping[Operation, Callable[[Call], TensorRead]] = {
@@ -287,6 +285,18 @@ def _residual_spec(call: Call, model: Model) -> tuple[str, tuple[int, ...]]:
             got=text[:80],
         )
     return dtype, shape
+
+
+def _check_count(call: Call, count: int, model: Model) -> None:
+    """Raises BadTensor: the query has another count than the residual; TooManyTokens."""
+    if call.integer("count", count) != count:
+        raise BadTensor(
+            "count is not the residual's first dim", expected=count, got=call.query["count"]
+        )
+    if count > (limit := model.limits.max_tokens):
+        raise TooManyTokens(
+            f"{count} positions in one request; split it", expected=f"<= {limit}", got=count
+        )
 
 
 def _check_body_bytes(length: int | None, dtype: str, shape: tuple[int, ...]) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from engram_core.engine_types import EPOCH_OPENED
+from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
 from service.bodies import Headers, Inbox
 from service.calls import Call
-from service.reads import ResidualForm, SingleRead
+from service.reads import ReadForm, SingleRead
 from service.state import ServiceState
 from service.strict import INT64_MAX
 
@@ -41,7 +41,7 @@ class _Known:
 
     key: Key
     headers: dict[str, str]
-    form: ResidualForm
+    form: ReadForm
     told: Headers
 
 
@@ -73,8 +73,9 @@ class Recall:
         call = Call(self._state, Inbox({"headers": known.told}), request_id)
         call.key, call.headers = known.key, known.headers
         call.operation, call.peer = operations.RESIDUAL, client
-        read = SingleRead.residual(
+        read = SingleRead(
             call,
+            Output.RESIDUAL,
             form,
             session_id=int(session_id),
             layer=int(layer),
@@ -87,15 +88,14 @@ class Recall:
         self, headers: Headers, server: tuple[str, int | None] | None, call: Call, read: object
     ) -> None:
         """Remember a head that was checked in full."""
-        form = read.form if isinstance(read, SingleRead) else None
-        if form is None or call.key is None:
+        if not isinstance(read, SingleRead) or read.output is not Output.RESIDUAL:
             return
-        if not all(name in _PLAIN for name, _ in headers):
+        if call.key is None or not all(name in _PLAIN for name, _ in headers):
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
-        self._known[(_is_unix(server), *headers)] = _Known(call.key, call.headers, form, told)
+        self._known[(_is_unix(server), *headers)] = _Known(call.key, call.headers, read.form, told)
 
     def _is_valid(self, known: _Known) -> bool:
         """Whether it would be decided alike now."""
