@@ -34,7 +34,7 @@ from service.recall import Recall
 from service.state import ServiceState
 
 JOIN_BYTES = 64 << 10
-"""An answer up to this size is copied behind its head: cheaper than a vector of buffers."""
+"""What of an answer is copied behind its head, up to this size: cheaper than a second buffer."""
 
 _lower = cache(str.lower)
 _SCRATCH_BYTES = 64 << 10
@@ -59,7 +59,7 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class Head:
-    """A request's head as llhttp parsed it. scope: as much of an ASGI scope as checks read."""
+    """A request's head as llhttp parsed it: what an ASGI scope is made of."""
 
     method: str
     url: bytes
@@ -88,7 +88,7 @@ class FastPath:
         self._desk = desk
         self._recall = Recall(state)
         self._default_headers: Headers = []
-        self._begun: dict[int, bytes] = {}
+        self._beginnings: dict[int, bytes] = {}  # of answers, by status
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""
@@ -163,11 +163,12 @@ class FastPath:
         """Return how an answer begins: its status line, and the headers that all have."""
         if line.default_headers is not self._default_headers:  # another second, another date
             self._default_headers = line.default_headers
-            self._begun.clear()
-        begun = self._begun.get(status)
-        if begun is None:
-            begun = self._begun[status] = STATUS_LINE[status] + _lines(line.default_headers)
-        return begun
+            self._beginnings.clear()
+        beginning = self._beginnings.get(status)
+        if beginning is None:
+            beginning = STATUS_LINE[status] + _lines(line.default_headers)
+            self._beginnings[status] = beginning
+        return beginning
 
     def refusal(self, call: Call, error: BaseException) -> Refusal:
         """Return what the client is told."""

@@ -20,14 +20,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from engram_core.errors import BadRequest
 from service import problems
 from service.bodies import CONNECTION, ClientGoneError, Headers
-from service.fast_path import Exchange, FastPath, Head
+from service.fast_path import JOIN_BYTES, Exchange, FastPath, Head
 from service.problems import NotFound
 from service.shm import Region
 
 MAX_HEAD_BYTES = 64 << 10
-JOIN_BYTES = 64 << 10
-"""A first piece of a body up to this size is copied behind its head."""
-
 IDLE_S = 75.0
 """How long a connection may stay without a request; longer than clients keep theirs."""
 
