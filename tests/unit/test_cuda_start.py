@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +20,8 @@ from engram_core.backends.native import Native, Unsupported
 from engram_core.errors import BadTensor, CheckpointError, EngramError, Internal
 from tests.gpu.layers import random_windows
 from tests.unit.test_cuda_calls import DIM, NOBODY_DEAD, Bench, Library
+
+CSRC = Path(__file__).parents[2] / "csrc"
 
 
 class Gemms:
@@ -89,6 +93,15 @@ def test_a_device_without_an_image_is_refused_by_name() -> None:
     device.has_image = 0
     with pytest.raises(Unsupported, match=r"80 90a 100f 120a 121a, none .* GB10 .*12\.1"):
         require_image(native, device)
+
+
+def test_only_a_device_of_its_own_memory_is_asked_what_is_free() -> None:
+    """Field report E1: an integrated one counts the page cache as used, or fails."""
+    sources = {path.name: path.read_text() for path in CSRC.rglob("*.c[cu]*")}
+    assert [name for name, text in sources.items() if "cudaMemGetInfo" in text] == ["device.cc"]
+    calls = r"if \(!prop\.integrated\) \{[^}]*?ENGRAM_CUDA\(cudaMemGetInfo\("
+    assert len(re.findall(calls, sources["device.cc"])) == 1
+    assert sources["device.cc"].count("cudaMemGetInfo(") == 1
 
 
 class Failing:
