@@ -934,6 +934,13 @@ FAULTS = (
         "tests/unit/test_cuda_start.py",
     ),
     fault(
+        "idle-timer-beside-a-request",
+        "service/transport.py",
+        "            self.cycle is None or self.cycle.response_complete\n        ):\n            self._watch",
+        "            True\n        ):\n            self._watch",
+        "tests/service/test_while_busy.py",
+    ),
+    fault(
         "two-engines-over-one-backend",
         "engram_core/engine.py",
         "    if not backend.serving.acquire(blocking=False):\n",
