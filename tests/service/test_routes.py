@@ -41,6 +41,8 @@ def test_info_tells_64_bit_constants_as_strings(door: InProcess, model: Model) -
     tables = model.checkpoint.hash_tables
     assert told["hash"]["multipliers"] == [[str(m) for m in row] for row in tables.multipliers]
     assert told["table"]["identity"] == model.checkpoint.identity
+    assert told["numerics"] == dict(model.backend.numerics)
+    assert {"wkv", "gate"} <= told["numerics"].keys()
     assert told["limits"]["max_tokens"] == MAX_TOKENS
     assert told["limits"]["max_positions"] == MAX_POSITIONS
     assert {line["name"] for line in told["memory"]} >= {"tables", "wkv", "kv store", "in flight"}

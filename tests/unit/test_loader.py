@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
@@ -90,6 +91,28 @@ def test_progress_reaches_every_total(tmp_path: Path) -> None:
     load(checkpoint, placement="host", num_slots=4, progress=progress).close()
     assert set(seen) == {f"layer {i} {what}" for i in (1, 14) for what in ("table", "wkv")}
     assert all(done == total for done, total in seen.values())
+
+
+def test_a_table_leaves_no_second_copy_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report E2: what was read of a file that becomes resident is dropped behind."""
+    dropped: list[tuple[int, int]] = []
+
+    def advise(_: int, begin: int, num_bytes: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            dropped.append((begin, begin + num_bytes))
+
+    checkpoint = opened(tmp_path)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    load(checkpoint, placement="host", num_slots=4).close()
+    for layer in checkpoint.layers:
+        (part,) = layer.table.parts
+        at, end = part.offset, part.offset + layer.table.num_rows * part.row_bytes
+        for begin, stop in sorted(dropped):
+            if begin == at:
+                at = stop
+        assert at == end
 
 
 def test_a_table_that_shrank_after_opening_is_refused(tmp_path: Path) -> None:
