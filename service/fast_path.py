@@ -1,6 +1,6 @@
 """The way of tensors past FastAPI: from a parsed head to an answer in the tensor's own memory.
 
-A request whose head is plain and accepted is answered here, its body received into one buffer; one
+A request whose head is plain and accepted is an `Exchange`, its body received into one buffer; one
 that is refused before a large body, too. Everything else (chunked bodies, unusual heads, refusals
 before small bodies) takes the ordinary way and gets identical bytes. All calls come from the event
 loop's thread.
@@ -8,87 +8,33 @@ loop's thread.
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
-import time
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
-from engram_client import wire
-from engram_core.engine_types import StepAnswer
-from engram_core.errors import EngramError, StepRefused
-from service import bodies, operations, problems
-from service.bodies import CONNECTION, Buffer, Headers, Inbox
+from engram_core.errors import EngramError
+from service import bodies, operations
+from service.bodies import CONNECTION, Inbox
 from service.calls import Call, check, find_shared
-from service.desk import GONE, Desk, answer_headers, request_id
+from service.desk import Desk, request_id
+from service.exchange import Exchange, Exchanges, Head, Line, Refusal
 from service.operations import Operation
-from service.problems import RequestTimeout
 from service.reads import READS, TensorRead
 from service.recall import Recall
 from service.state import ServiceState
 
-JOIN_BYTES = 64 << 10
-"""What of an answer is copied behind its head, up to this size: cheaper than a second buffer."""
-
-_lower = cache(str.lower)
-_SCRATCH_BYTES = 64 << 10
 _READ_PATH = re.compile(r"/v1/sessions/([0-9]+)/layers/([0-9]+)/(residual|kv|rows|hash_ids)")
 _BY_OUTPUT = {
     operation.path.rpartition("/")[2]: operation for operation in READS if operation.has_session
 }
 
 
-class Line(Protocol):
-    """What is needed of a connection. finished: an answer is written; pass on what comes next."""
-
-    transport: asyncio.Transport
-    loop: asyncio.AbstractEventLoop
-    tenant: str | None
-
-    @property
-    def default_headers(self) -> Headers: ...
-
-    def finished(self, exchange: Exchange) -> None: ...
-
-
-@dataclass(frozen=True)
-class Head:
-    """A request's head as llhttp parsed it: what an ASGI scope is made of."""
-
-    method: str
-    url: bytes
-    headers: Headers
-    client: tuple[str, int] | None
-    server: tuple[str, int | None] | None
-    keep_alive: bool
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """How an error is told. Not the error: its traceback would keep the bytes that came with it."""
-
-    code: str
-    status: int
-    headers: Headers
-    body: bytes
-
-
 class FastPath:
     """Decides which requests go this way; one for an app."""
 
     def __init__(self, state: ServiceState, desk: Desk) -> None:
-        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))  # for bodies that nobody reads
         self._state = state
         self._desk = desk
         self._recall = Recall(state)
-        self._default_headers: Headers = []
-        self._beginnings: dict[int, bytes] = {}  # of answers, by status
+        self._exchanges = Exchanges(state, desk)
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""
@@ -120,16 +66,14 @@ class FastPath:
             if length:
                 buffer = call.lease.buffer(length, "the body")
             else:
-                buffer = call.shared_body() or self.scratch[:0]
+                buffer = call.shared_body() or self._exchanges.scratch[:0]
             self._recall.keep(head.headers, head.server, call, read)
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()
                 return None  # told the ordinary way, which reads the body first
-            read, buffer = self.refusal(call, error), self.scratch
-        line.tenant = call.key.name if call.key else line.tenant
-        self._state.enter()
-        return Exchange(self, head, line, call, read, buffer)
+            read, buffer = self._exchanges.refusal(call, error), self._exchanges.scratch
+        return self._exchanges.begin(head, line, call, read, buffer)
 
     def _recalled(self, head: Head, line: Line) -> Exchange | None:
         """Begin a residual read whose headers were checked before; None: check it in full."""
@@ -139,7 +83,6 @@ class FastPath:
         if found is None:
             return None
         call, read = found
-        assert call.key is not None
         call.connection = line
         try:
             find_shared(call)
@@ -149,31 +92,7 @@ class FastPath:
         except EngramError:
             call.close()
             return None
-        line.tenant = call.key.name
-        self._state.enter()
-        return Exchange(self, head, line, call, read, buffer)
-
-    def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
-        """Count a request out. Its record is made in the next turn: uvloop writes before that."""
-        call.close()
-        self._state.leave()
-        line.loop.call_soon(self._desk.record, call, code, status, headers)
-
-    def begin_answer(self, status: int, line: Line) -> bytes:
-        """Return how an answer begins: its status line, and the headers that all have."""
-        if line.default_headers is not self._default_headers:  # another second, another date
-            self._default_headers = line.default_headers
-            self._beginnings.clear()
-        beginning = self._beginnings.get(status)
-        if beginning is None:
-            beginning = STATUS_LINE[status] + _lines(line.default_headers)
-            self._beginnings[status] = beginning
-        return beginning
-
-    def refusal(self, call: Call, error: BaseException) -> Refusal:
-        """Return what the client is told."""
-        code, refusal = self._desk.refusal(call, error)
-        return Refusal(code, *problems.encode(refusal))
+        return self._exchanges.begin(head, line, call, read, buffer)
 
 
 def _route(head: Head) -> tuple[Operation, dict[str, str], bytes] | None:
@@ -205,218 +124,3 @@ def _body_bytes(head: Head, operation: Operation) -> int | None:
     if not operation.has_tensor_body:
         return None if length else 0
     return length
-
-
-def _lines(headers: Headers) -> bytes:
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
-
-
-class Exchange:
-    """One request on its connection, from its head to the last byte of its answer.
-
-    uvicorn sees it where it keeps its own cycle, so the names it reads there are its names.
-
-    read: how it is answered, or why it is refused before its body
-    buffer: for its body, or scratch for what is refused
-    """
-
-    message_event = asyncio.Event()  # nobody waits for it; set by uvicorn at the end
-    disconnected = False
-
-    def __init__(
-        self,
-        path: FastPath,
-        head: Head,
-        line: Line,
-        call: Call,
-        read: TensorRead | Refusal,
-        buffer: memoryview,
-    ) -> None:
-        self.keep_alive = head.keep_alive
-        self.response_complete = False
-        self._path, self._line, self._call, self._read = path, line, call, read
-        self._headers = head.headers
-        self._expects_continue = call.inbox.expects_continue
-        self._length, self._end = call.inbox.length or 0, 0
-        self._buffer = buffer
-        self._begun = time.perf_counter()
-        self._timer: asyncio.TimerHandle | None = None
-        self._future: Future[StepAnswer] | None = None
-        self._thread = threading.get_ident()
-        self._status, self._code = 0, GONE
-
-    # ---- the body
-
-    @property
-    def more_body(self) -> bool:
-        """Whether some of the body is still to come."""
-        return self._end < self._length
-
-    @property
-    def is_told(self) -> bool:
-        """Whether its answer is written, or on its way; a body still coming is not looked at."""
-        return self._status != 0
-
-    def feed(self, data: bytes) -> None:
-        """Take bytes of the body that came with the head."""
-        end = self._end + len(data)
-        if not isinstance(self._read, Refusal):
-            self._buffer[self._end : end] = data
-        self._end = end
-
-    def await_body(self) -> None:
-        """Ask for the rest of the body, if the client waits to be asked, and watch its pace."""
-        if isinstance(self._read, Refusal):
-            self._tell(self._read)
-            return
-        if self._expects_continue:
-            self._line.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._watch(bodies.GRACE_S, self._check_pace)
-
-    def space(self) -> memoryview:
-        """Return where the next bytes of the body go, no further than its end."""
-        if self.is_told:  # refused, and read on for a moment
-            return self._buffer[: self._length - self._end]
-        return self._buffer[self._end :]
-
-    def received(self, num_bytes: int) -> None:
-        """Note bytes received into `space()`."""
-        self._end += num_bytes
-        if self.is_told and not self.more_body:
-            self._line.transport.close()
-
-    def _check_pace(self) -> None:
-        earned = bodies.GRACE_S + self._end / bodies.MIN_BYTES_PER_S
-        left = self._begun + earned - time.perf_counter()
-        if left > 0:
-            self._watch(left, self._check_pace)
-            return
-        late = RequestTimeout(
-            "the body came too slowly",
-            expected=f">= {bodies.MIN_BYTES_PER_S} bytes/s after {bodies.GRACE_S:g} s",
-            got=f"{self._end} bytes",
-        )
-        self._refuse(late)
-
-    # ---- the answer
-
-    def work(self) -> None:
-        """Ask the engine: the body is there."""
-        self._unwatch()
-        if isinstance(self._read, Refusal):
-            self._tell(self._read)
-            return
-        call = self._call
-        call.inbox.num_bytes = self._end
-        if self._end:
-            call.stages["receive"] = time.perf_counter() - self._begun
-        try:
-            if (told := self._read.at_once(self._buffer)) is not None:
-                self._give(*told)
-                return
-            self._future = future = self._read.submit(self._buffer)
-        except Exception as error:
-            self._refuse(error)
-            return
-        if future.done():
-            self._finish(future)
-        else:
-            future.add_done_callback(self._completed)
-
-    def _completed(self, future: Future[StepAnswer]) -> None:
-        """Come back to the loop's thread."""
-        if threading.get_ident() == self._thread:
-            self._finish(future)
-        elif not self._line.loop.is_closed():
-            self._line.loop.call_soon_threadsafe(self._finish, future)
-
-    def _finish(self, future: Future[StepAnswer]) -> None:
-        if self.response_complete:
-            return
-        assert not isinstance(self._read, Refusal)
-        # Asked for, not raised: a traceback through here would keep the body until a collection.
-        if (error := future.exception()) is not None:
-            self._refuse(error)
-            return
-        try:
-            answer = future.result()
-            self._call.stages.update(answer.stages)
-            told, buffers = self._read.answer(answer)
-        except Exception as fault:
-            self._refuse(fault)
-            return
-        self._give(told, buffers)
-
-    def _give(self, told: Mapping[str, str], buffers: list[Buffer]) -> None:
-        self._call.sent_bytes = num_bytes = sum(map(len, buffers))
-        headers = "".join([f"{_lower(name)}: {value}\r\n" for name, value in told.items()])
-        block = f"content-type: {wire.TENSOR_MEDIA}\r\n{headers}content-length: {num_bytes}\r\n"
-        self._send(200, block.encode(), buffers, "ok")
-
-    def _refuse(self, error: BaseException) -> None:
-        if isinstance(error, StepRefused) and not isinstance(self._read, Refusal):
-            error = self._read.refusal(error)
-        self._tell(self._path.refusal(self._call, error))
-
-    def _tell(self, refusal: Refusal) -> None:
-        headers, unread = [*refusal.headers], self.more_body
-        if unread:
-            self.keep_alive = False
-            headers.append((b"connection", b"close"))
-        self._send(refusal.status, _lines(headers), [refusal.body], refusal.code)
-        if unread:
-            # Read on for a moment: a client that writes its whole body first hears us.
-            self._buffer = self._path.scratch
-            if self.response_complete:  # else it is watched that the answer is taken
-                self._watch(bodies.READ_ON_S, self._line.transport.close)
-
-    def _send(self, status: int, block: bytes, buffers: list[Buffer], code: str) -> None:
-        """Write an answer, and end with it or once the client has taken it."""
-        line, transport = self._line, self._line.transport
-        self._status, self._code = status, code
-        head = [self._path.begin_answer(status, line), block, _lines(answer_headers(self._call))]
-        if not self.keep_alive and not self.more_body:
-            head.append(b"connection: close\r\n")
-        head.append(b"\r\n")
-        self._begun = time.perf_counter()
-        if sum(map(len, buffers)) <= JOIN_BYTES:
-            transport.write(b"".join((*head, *buffers)))
-        else:
-            transport.writelines([b"".join(head), *buffers])
-        left = transport.get_write_buffer_size()
-        if left <= bodies.SEND_BYTES:
-            self._done(code)
-        else:
-            self._watch(bodies.GRACE_S + left / bodies.MIN_BYTES_PER_S, transport.abort)
-
-    def taken(self) -> None:
-        """The client has taken what was to be sent."""
-        if self._status and not (self.response_complete or self.more_body):
-            self._done(self._code)
-
-    def gone(self) -> None:
-        """The connection is no more."""
-        self._unwatch()
-        if self.response_complete:
-            return
-        future = self._future
-        self._done(GONE)
-        if future is not None:
-            future.cancel()
-
-    def _done(self, code: str) -> None:
-        self._unwatch()
-        self.response_complete = True
-        self._future, self._buffer = None, self._path.scratch
-        self._line.finished(self)
-        if code == "ok":
-            self._call.stages["send"] = time.perf_counter() - self._begun
-        self._path.end(self._call, code, self._status, self._headers, self._line)
-
-    def _watch(self, seconds: float, late: Any) -> None:
-        self._timer = self._line.loop.call_later(seconds, late)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

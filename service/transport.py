@@ -20,7 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from engram_core.errors import BadRequest
 from service import problems
 from service.bodies import CONNECTION, ClientGoneError, Headers
-from service.fast_path import JOIN_BYTES, Exchange, FastPath, Head
+from service.exchange import JOIN_BYTES, Exchange, Head
+from service.fast_path import FastPath
 from service.problems import NotFound
 from service.shm import Region
 

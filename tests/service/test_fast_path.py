@@ -20,7 +20,8 @@ import uvloop
 from engram_client import wire
 from service import bodies
 from service.desk import GONE
-from service.fast_path import FastPath, Refusal
+from service.exchange import Exchanges, Refusal
+from service.fast_path import FastPath
 from service.transport import BodyReceiver
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess, i32, i64, step_body, tensor_body
@@ -417,16 +418,16 @@ def test_a_long_refusal_ends_when_it_is_taken(
     ask: Callable[..., bytes], session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the list of thousands of refused segments is, where the socket takes less at once."""
-    plain = FastPath.refusal
+    plain = Exchanges.refusal
 
-    def long(path: FastPath, call: Any, error: BaseException) -> Refusal:
-        told = plain(path, call, error)
+    def long(shared: Exchanges, call: Any, error: BaseException) -> Refusal:
+        told = plain(shared, call, error)
         body = told.body + b" " * (16 << 20)
         size = (b"content-length", str(len(body)).encode())
         rest = [header for header in told.headers if header[0] != size[0]]
         return replace(told, headers=[*rest, size], body=body)
 
-    monkeypatch.setattr(FastPath, "refusal", long)
+    monkeypatch.setattr(Exchanges, "refusal", long)
     not_pushed = f"/v1/sessions/{session_id}/layers/1/kv?position={MAX_TOKENS}"
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:

@@ -97,7 +97,7 @@ LEVELS = {
         "state",
         "calls steps info loading verbs",
         "weights status_page desk reads",
-        "recall",
+        "recall exchange",
         "door fast_path rpc.messages rpc.calls",
         "rpc.steps",
         "rpc.streams rpc.unary rpc",
