@@ -14,7 +14,14 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]([0-9a-f])(-.*)?")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]([0-9a-f])(-[!-~]*)?")
+_MEMBER = re.compile(
+    rb"[ \t]*[a-z0-9][a-z0-9_*/-]{0,240}(@[a-z][a-z0-9_*/-]{0,13})?"
+    rb"=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*"
+)
+"""An entry of `tracestate`. OpenTelemetry logs a line about each that is none, with its bytes."""
+_STATE_BYTES = 512
+"""As much of it goes along as every tracing system takes (W3C Trace Context 3.3.1.5)."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, str | int | float]
@@ -29,7 +36,9 @@ def sampled_parent(headers: Iterable[tuple[bytes, bytes]]) -> Context | None:
     if told is None or not int(told[1], 16) & trace.TraceFlags.SAMPLED:
         return None
     state = b",".join(value for name, value in headers if name == b"tracestate")
-    carrier = {"traceparent": found[0].decode("ascii"), "tracestate": state.decode("latin-1")}
+    if len(state) > _STATE_BYTES or not all(map(_MEMBER.fullmatch, state.split(b","))):
+        state = b""
+    carrier = {"traceparent": found[0].decode("ascii"), "tracestate": state.decode("ascii")}
     parent = _PROPAGATOR.extract(carrier)
     return parent if trace.get_current_span(parent).get_span_context().is_valid else None
 

@@ -62,12 +62,13 @@ def test_sampled_caller_gets_a_span_with_sizes_and_times(
         [f"ff-{TRACE}-{PARENT}-01"],
         [f"00-{TRACE}-{PARENT}-01-x"],
         [f"00-{TRACE}-{PARENT}-1"],
+        [f"cc-{TRACE}-{PARENT}-01-\xff"],
         ["nonsense"],
         [f"00-{TRACE}-{PARENT}-01"] * 2,
     ],
 )
 def test_everything_else_is_not_traced(values: list[str]) -> None:
-    assert sampled_parent([(b"traceparent", value.encode()) for value in values]) is None
+    assert sampled_parent([(b"traceparent", value.encode("latin-1")) for value in values]) is None
 
 
 def test_trace_state_goes_along() -> None:
@@ -80,6 +81,17 @@ def test_trace_state_goes_along() -> None:
     assert parent is not None
     state = trace.get_current_span(parent).get_span_context().trace_state
     assert dict(state) == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize("state", [b"a=\xff", b"=", b"a=1,B=2", b"a=1,", b"a=" + b"x" * 600])
+def test_state_that_is_none_is_left_behind_without_a_word(
+    state: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = f"00-{TRACE}-{PARENT}-01".encode()
+    found = sampled_parent([(b"traceparent", parent), (b"tracestate", state)])
+    assert found is not None
+    assert not trace.get_current_span(found).get_span_context().trace_state
+    assert not caplog.records
 
 
 # ---- logs
