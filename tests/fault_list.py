@@ -936,7 +936,8 @@ FAULTS = (
     fault(
         "idle-timer-beside-a-request",
         "service/transport.py",
-        "            self.cycle is None or self.cycle.response_complete\n        ):\n            self._watch",
+        "            self.cycle is None or self.cycle.response_complete\n"
+        "        ):\n            self._watch",
         "            True\n        ):\n            self._watch",
         "tests/service/test_while_busy.py",
     ),
