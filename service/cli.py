@@ -91,11 +91,13 @@ def demo() -> None:
 
 
 @app.command()
-def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
-    """Say what a checkpoint is and what serving it takes; loads nothing."""
+@with_settings
+def inspect(checkpoint: Checkpoint, as_json: AsJson = False, *, effective: Effective) -> None:
+    """Say what a checkpoint is and what serving it with these settings takes; loads nothing."""
     from engram_core.tools.inspect import inspect as inspect_checkpoint
+    from service.loading import ledger_of
 
-    found = inspect_checkpoint(checkpoint)
+    found = inspect_checkpoint(checkpoint, ledger_of(effective.settings))
     if as_json:
         _print_json(found.as_json())
         return

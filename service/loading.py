@@ -101,6 +101,22 @@ def choose_device(name: str) -> Device:
     return Device(asked, why, bool(properties.integrated), gpu_of(properties))
 
 
+def ledger_of(settings: Settings) -> Callable[[Checkpoint, str], Ledger]:
+    """Return what says how much memory a placement takes when served with these settings.
+
+    Raises EngramError: no such device. What is returned raises MemoryShort, SettingsError.
+    """
+    device = choose_device(settings.device)
+    sizes = Sizes.of(settings, is_cuda=device.is_cuda, is_integrated=device.is_integrated)
+    budget = _budget(settings, sizes)
+
+    def ledger(checkpoint: Checkpoint, placement: str) -> Ledger:
+        num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
+        return _ledger(checkpoint, device, placement, num_slots, budget, None)
+
+    return ledger
+
+
 def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     """Load a checkpoint and check the backend; the calling thread does all the work.
 
@@ -111,13 +127,7 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     device = choose_device(settings.device)
     log.info("device", device=device.name, why=device.why)
     sizes = Sizes.of(settings, is_cuda=device.is_cuda, is_integrated=device.is_integrated)
-    budget = Budget(
-        sizes.in_flight_bytes,
-        settings.max_held_tokens,
-        sizes.memory_reserve_bytes,
-        settings.shared_memory_bytes,
-        settings.wkv_copy == "on",
-    )
+    budget = _budget(settings, sizes)
     num_slots = _num_slots(sizes.kv_store_bytes, checkpoint.geometry)
     measured, note = _measured(settings.doctor_report, checkpoint, device)
     if note:
@@ -147,6 +157,16 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
     )
     engine = Engine(backend, limits)
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)
+
+
+def _budget(settings: Settings, sizes: Sizes) -> Budget:
+    return Budget(
+        sizes.in_flight_bytes,
+        settings.max_held_tokens,
+        sizes.memory_reserve_bytes,
+        settings.shared_memory_bytes,
+        settings.wkv_copy == "on",
+    )
 
 
 def _measured(

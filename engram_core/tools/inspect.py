@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from engram_core.checkpoint.dense import read_matrix_rows, read_stored_rows
 from engram_core.checkpoint.files import RegularFile
 from engram_core.checkpoint.identity import sampled_row_ids
 from engram_core.errors import MemoryShort
-from engram_core.loader import Budget, needs_of
-from engram_core.memory import Ledger, Memory, Placement, host_available_bytes, plan
+from engram_core.loader import ledger_on_cpu
+from engram_core.memory import Ledger, Placement
 from engram_core.quant import QUANT_GROUP, row_format, to_bf16
 
 _SAMPLED_GROUPS = 8
 
 KV_STORE_BYTES = 256 << 20
-"""The kv store assumed in the ledgers (the default on a CPU)."""
+"""The kv store assumed in the ledgers where nobody says otherwise (the default on a CPU)."""
+
+LedgerOf = Callable[[Checkpoint, str], Ledger]
+"""(checkpoint, placement) -> what serving it takes. Raises MemoryShort."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,10 @@ class Inspection:
         }
 
 
-def inspect(
-    path: Path, *, memory: Memory | None = None, kv_store_bytes: int = KV_STORE_BYTES
-) -> Inspection:
+def inspect(path: Path, ledger_of: LedgerOf | None = None) -> Inspection:
     """Open a checkpoint and say what it is.
 
-    memory: readings for the ledgers; left out, those of this machine's host memory
+    ledger_of: left out, the bare backend on this machine's CPU
 
     Raises: CheckpointError.
     """
@@ -102,7 +104,7 @@ def inspect(
     return Inspection(
         checkpoint=checkpoint,
         tensors=tuple(line for layer in checkpoint.layers for line in _lines(layer, checkpoint)),
-        ledgers=_ledgers(checkpoint, memory or Memory(host_available_bytes()), kv_store_bytes),
+        ledgers=_ledgers(checkpoint, ledger_of or _on_cpu),
         warnings=tuple(_warnings(checkpoint)),
     )
 
@@ -122,15 +124,16 @@ def _lines(layer: LayerSource, checkpoint: Checkpoint) -> list[TensorLine]:
     return lines
 
 
-def _ledgers(
-    checkpoint: Checkpoint, memory: Memory, kv_store_bytes: int
-) -> dict[str, Ledger | str]:
-    num_slots = kv_store_bytes // checkpoint.geometry.kv_bytes
-    needs = needs_of(checkpoint, num_slots=num_slots, budget=Budget())
+def _on_cpu(checkpoint: Checkpoint, placement: str) -> Ledger:
+    num_slots = KV_STORE_BYTES // checkpoint.geometry.kv_bytes
+    return ledger_on_cpu(checkpoint, num_slots=num_slots, placement=placement)
+
+
+def _ledgers(checkpoint: Checkpoint, ledger_of: LedgerOf) -> dict[str, Ledger | str]:
     ledgers: dict[str, Ledger | str] = {}
     for placement in Placement:
         try:
-            ledgers[placement.value] = plan(needs, memory, placement.value)
+            ledgers[placement.value] = ledger_of(checkpoint, placement.value)
         except MemoryShort as error:
             ledgers[placement.value] = error.message
     return ledgers

@@ -11,10 +11,11 @@ import pytest
 
 from engram_core.backends import cuda, native
 from engram_core.errors import Internal, SchemaError
-from engram_core.memory import Placement, host_total_bytes
+from engram_core.memory import Ledger, Placement, host_total_bytes
 from engram_core.tools.doctor import diagnose
+from engram_core.tools.inspect import inspect
 from service import cli
-from service.loading import choose_device, load_model
+from service.loading import choose_device, ledger_of, load_model
 from service.settings import Settings, SettingsError
 from service.state import Model
 from tests.unit.test_doctor import TINY
@@ -188,3 +189,26 @@ def test_file_that_is_no_report_ends_the_start(official_dir: Path, tmp_path: Pat
         served(official_dir, {}, tmp_path)
     with pytest.raises(SettingsError, match=r"doctor_report .*: No such file"):
         load_model(official_dir, Settings(doctor_report=tmp_path / "no"), lambda *_: None)
+
+
+def test_inspect_tells_the_ledger_that_serving_goes_by(small_gguf: Path) -> None:
+    settings = Settings(device="cpu", kv_store_bytes=1 << 24, shared_memory_bytes=1 << 20)
+    told = inspect(small_gguf, ledger_of(settings)).ledgers["host"]
+    model = load_model(small_gguf, settings, lambda *_: None)
+    try:
+        assert isinstance(told, Ledger)
+        assert told.lines == model.ledger.lines
+        assert {"in flight", "held ids", "shared memory"} <= {line.name for line in told.lines}
+    finally:
+        model.close()
+
+
+def test_inspect_asks_the_gpu_and_takes_its_defaults(
+    small_gguf: Path, gb10: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "host_available_bytes", lambda: 100 * GIB)
+    ledgers = inspect(small_gguf, ledger_of(Settings())).ledgers
+    device = ledgers["device"]
+    assert isinstance(device, Ledger)
+    assert next(line.num_bytes for line in device.lines if line.name == "reserve") == 16 * GIB
+    assert "one memory here" in str(ledgers["host"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engram_core.checkpoint import Checkpoint
+from engram_core.loader import ledger_on_cpu
 from engram_core.memory import Ledger, Memory
 from engram_core.tools.inspect import inspect
 from engram_core.tools.synth import synth
@@ -26,11 +28,18 @@ def test_everything_is_json_ready_and_says_the_geometry(tmp_path: Path) -> None:
 
 def test_ledger_of_every_placement_or_why_not(tmp_path: Path) -> None:
     synth(tmp_path / "c", preset="tiny", fmt="gguf", quant="Q2_K", seed=1)
-    ledgers = inspect(tmp_path / "c", memory=Memory(64 << 30)).ledgers
+
+    def ledgers_with(memory: Memory) -> dict[str, Ledger | str]:
+        def ledger_of(checkpoint: Checkpoint, placement: str) -> Ledger:
+            return ledger_on_cpu(checkpoint, num_slots=256, placement=placement, memory=memory)
+
+        return inspect(tmp_path / "c", ledger_of).ledgers
+
+    ledgers = ledgers_with(Memory(64 << 30))
     assert set(ledgers) == {"device", "host", "disk"}
     assert "there is no device" in str(ledgers["device"])
     assert isinstance(ledgers["host"], Ledger)
-    short = inspect(tmp_path / "c", memory=Memory(1 << 20)).ledgers
+    short = ledgers_with(Memory(1 << 20))
     assert "do not fit" in str(short["host"])
 
 
