@@ -49,7 +49,7 @@ class Context(Protocol):
 def begin(state: ServiceState, operation: Operation, context: Context) -> tuple[Call, Headers]:
     """Return the call of an RPC that begins, and its metadata as headers."""
     headers = [
-        (name.encode(), value if isinstance(value, bytes) else value.encode("latin-1"))
+        (name.encode(), value if isinstance(value, bytes) else value.encode())
         for name, value in context.invocation_metadata()
     ]
     call = Call(state, no_inbox(), request_id(headers))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from engram_client.proto import engram_pb2 as pb
 from engram_core.errors import StepRefused, UnknownSession
+from service import operations
 from service.problems import kind_of
+from service.rpc import calls
 from service.rpc.calls import MAX_TRAILER_BYTES, fitting_text
 from service.rpc.server import NAME
 from service.rpc.streams import MAX_PIPELINED
@@ -214,6 +217,19 @@ def test_unknown_tensor_names_the_nearest(rpc: Rpc, session: int) -> None:
 def test_unknown_metadata_is_refused(rpc: Rpc) -> None:
     refused = rpc.call("GetInfo", metadata=(("x-engram-tabel", "1"),))
     assert (refused.code, refused.document["expected"]) == ("schema", "x-engram-table")
+
+
+def test_metadata_beyond_latin_1_is_read(rpc: Rpc) -> None:
+    """grpcio sends no such metadata, but takes it in, from whoever does."""
+    context = SimpleNamespace(
+        invocation_metadata=lambda: (("x-engram-owner", "\u20ac"), ("x-engram-\u20ac", "")),
+        peer=lambda: "peer",
+    )
+    _, headers = calls.begin(rpc.state, operations.INFO, cast(calls.Context, context))
+    assert headers == [
+        (b"x-engram-owner", b"\xe2\x82\xac"),
+        (b"x-engram-\xe2\x82\xac", b""),
+    ]
 
 
 def test_other_table_is_refused(rpc: Rpc) -> None:
