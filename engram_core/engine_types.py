@@ -36,7 +36,7 @@ class Output(StrEnum):
 class EngineLimits:
     """The engine's bounds (settings of the same names).
 
-    max_tokens: of one request and of one launch; chunk_tokens: largest piece of a batch
+    max_tokens: of one request and of one batch; chunk_tokens: largest piece of a batch
     near_tokens: largest read that the asking thread may run itself (0: none; needs a backend whose
         gate and read_kv may run beside project); near_jobs: any, or (False) only those that
         `Backend.near_reads` takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Job:
     result: StepAnswer | None = None
     answer: Future[StepAnswer] | None = None
     stages: dict[str, float] = field(default_factory=dict)
-    submitted_s: float = 0.0
+    submitted_s: float = field(default_factory=time.perf_counter)
     pieces_left: int = 0
 
     @property

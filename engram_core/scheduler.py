@@ -24,8 +24,8 @@ from engram_core.stages import BatchCounts, StageClock
 
 _READS, _DECODE_AHEAD, _PREFILL_AHEAD = range(3)
 
-_AHEAD_LAUNCHES = 8
-"""Launches' worth of tokens that may wait to be worked ahead: what comes on top is dropped, since
+_AHEAD_BATCHES = 8
+"""Batches' worth of tokens that may wait to be worked ahead: what comes on top is dropped, since
 work that late finds its read done."""
 
 
@@ -44,8 +44,8 @@ class Scheduler:
         # A piece fits the store, and so does a batch: else its slots could evict each other.
         num_slots = backend.num_slots - (MAX_PINNED if limits.near_tokens else 0)
         self._piece_tokens = min(limits.chunk_tokens, limits.max_tokens, num_slots)
-        launch = min(limits.max_tokens, num_slots)
-        self._ahead_limit = min(backend.num_slots, _AHEAD_LAUNCHES * launch)
+        batch_tokens = min(limits.max_tokens, num_slots)
+        self._ahead_limit = min(backend.num_slots, _AHEAD_BATCHES * batch_tokens)
         self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
         self.clock = backend.observer = StageClock()
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
@@ -61,7 +61,7 @@ class Scheduler:
         self._kv_lane = Lane(
             "engram-kv",
             [
-                Class(FairQueue(self._piece_tokens), launch),
+                Class(FairQueue(self._piece_tokens), batch_tokens),
                 # Work ahead never delays a read by more than one piece.
                 *(Class(queue, self._piece_tokens) for queue in self._ahead),
             ],
@@ -70,7 +70,7 @@ class Scheduler:
         )
         self._rows_lane = Lane(
             "engram-rows",
-            [Class(FairQueue(self._piece_tokens), launch)],
+            [Class(FairQueue(self._piece_tokens), batch_tokens)],
             self._rows.run,
             self._fail,
         )
@@ -98,7 +98,6 @@ class Scheduler:
 
     def submit(self, job: Job) -> None:
         """Queue a read. Raises: Internal after a failure, Draining after `close`."""
-        job.submitted_s = time.perf_counter()
         if self.near.take(job):
             return
         is_rows = job.output in (Output.ROWS, Output.HASH_IDS)
@@ -156,7 +155,6 @@ class Scheduler:
 
     def _queue(self, lane: Lane, job: Job, class_index: int) -> bool:
         pieces = list(job.pieces(self._piece_tokens))
-        job.submitted_s = time.perf_counter()
         return lane.submit(job, pieces, class_index)
 
     def _fail(self, error: BaseException, batch: Sequence[Piece]) -> None:

@@ -98,7 +98,7 @@ class Settings(BaseModel):
         description="what `engram doctor --out` wrote on this machine; placement auto goes by it",
     )
     max_tokens: Count = Field(
-        default=8192, ge=1, le=16_384, description="tokens of one request and of one launch"
+        default=8192, ge=1, le=16_384, description="tokens of one request and of one batch"
     )
     max_sessions: Count = Field(default=4096, ge=1, le=1 << 20, description="open sessions")
     max_held_tokens: Count = Field(
