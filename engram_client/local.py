@@ -14,7 +14,15 @@ import torch
 
 from engram_client.arrays import torch_of
 from engram_client.client import EngramClient
-from engram_core import Geometry, Projection, make_gate, product_dtype, requantize
+from engram_core import (
+    Geometry,
+    Projection,
+    make_gate,
+    product_dtype,
+    requantize,
+    row_format,
+    to_bf16,
+)
 
 PROJECT_TOKENS = 512
 """Tokens that a `Projection` takes at a time."""
@@ -23,9 +31,10 @@ PROJECT_TOKENS = 512
 class LocalLayer:
     """One layer's gate, and its projection where wkv was fetched.
 
-    geometry, eps: as info tells them; qk: float32 [hc_mult, dim]
+    eps: as info tells it; qk: float32 [hc_mult, dim]
     wkv: bfloat16 [(hc_mult + 1) * dim, n_hash_cols * head_dim]; None to gate only
     requantizes: whether the projection's input is rounded to e4m3 (FP8 checkpoints)
+    encoding: how rows are stored, as info tells it; None to project bfloat16 rows only
     """
 
     def __init__(
@@ -35,8 +44,10 @@ class LocalLayer:
         wkv: torch.Tensor | None = None,
         *,
         requantizes: bool = False,
+        encoding: str | None = None,
     ) -> None:
         self._shape = tuple(qk.shape)
+        self._form = None if encoding is None else row_format(encoding)
         self._gate = make_gate(_gate_geometry(qk, eps), qk)
         self._requantizes = requantizes
         self._projection = None if wkv is None else Projection(wkv, product_dtype())
@@ -51,6 +62,7 @@ class LocalLayer:
             info["geometry"]["eps"],
             torch_of(weights["wkv"]) if projects else None,
             requantizes="e4m3" in info["numerics"]["wkv_input"],
+            encoding=info["table"]["encodings"][str(layer)],
         )
 
     def gate(
@@ -72,8 +84,9 @@ class LocalLayer:
         return out.to(residual.device)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return kv, bfloat16 [T, hc_mult + 1, dim], of rows, bfloat16 [T, n_hash_cols, head_dim].
+        """Return kv, bfloat16 [T, hc_mult + 1, dim], of rows.
 
+        rows: bfloat16 [T, n_hash_cols, head_dim], or as stored, uint8 [T, n_hash_cols, row_bytes]
         Returns: on the rows' device; computed on the CPU
 
         Raises ValueError: shapes or dtypes, or no wkv.
@@ -81,16 +94,29 @@ class LocalLayer:
         if self._projection is None:
             raise ValueError("project: expected a layer with wkv: LocalLayer.fetch(projects=True)")
         hc_mult, dim = self._shape
-        flat = rows.detach().cpu().flatten(1)
-        width = self._projection.wkv.shape[1]
-        if rows.dtype != torch.bfloat16 or flat.shape[1] != width:
-            raise ValueError(f"rows: expected bfloat16 [T, ...] of {width}, got {_spec(rows)}")
+        here = rows.detach().cpu()
         kv = torch.empty((len(rows), (hc_mult + 1) * dim), dtype=torch.bfloat16)
-        for begin in range(0, len(rows), PROJECT_TOKENS):
-            part = flat[begin : begin + PROJECT_TOKENS]
+        for begin in range(0, max(len(rows), 1), PROJECT_TOKENS):
+            part = self._values(here[begin : begin + PROJECT_TOKENS])
             part = requantize(part) if self._requantizes else part
             kv[begin : begin + len(part)] = self._projection(part)
         return kv.view(-1, hc_mult + 1, dim).to(rows.device)
+
+    def _values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows as the projection takes them, bfloat16 [T, n_hash_cols * head_dim]."""
+        assert self._projection is not None
+        width, values = self._projection.wkv.shape[1], rows
+        if self._form is not None and rows.dtype == torch.uint8 and rows.ndim == 3:
+            num_bytes = rows.shape[2]
+            if num_bytes and num_bytes % self._form.block_bytes == 0:
+                stored = self._form.dequantize(rows.reshape(-1, num_bytes).numpy())
+                values = to_bf16(stored).view(*rows.shape[:2], stored.shape[1])
+        if values.dtype != torch.bfloat16 or values.flatten(1).shape[1] != width:
+            stored_as = "no stored ones" if self._form is None else f"{self._form.name} as stored"
+            raise ValueError(
+                f"rows: expected bfloat16 [T, ...] of {width}, or {stored_as}, got {_spec(rows)}"
+            )
+        return values.flatten(1)
 
 
 def gate(

@@ -12,7 +12,7 @@ from engram_core.errors import EngramError
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import EngramHasher
 from engram_core.loader import load
-from engram_core.quant import requantize
+from engram_core.quant import requantize, row_format, to_bf16
 
 __all__ = [
     "Engine",
@@ -31,4 +31,6 @@ __all__ = [
     "open_checkpoint",
     "product_dtype",
     "requantize",
+    "row_format",
+    "to_bf16",
 ]

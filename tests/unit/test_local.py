@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from engram_client.local import LocalLayer, gate, project
-from engram_core import Geometry, Projection, make_gate, product_dtype, requantize
+from engram_core import (
+    Geometry,
+    Projection,
+    make_gate,
+    product_dtype,
+    requantize,
+    row_format,
+    to_bf16,
+)
 
 HC, DIM, COLS, HEAD_DIM = 2, 96, 6, 32
 GEOMETRY = Geometry((1,), 4, 2, HEAD_DIM, DIM, HC, 1e-20, (9,))
@@ -75,7 +83,11 @@ class Weights:
     """A client that has weights to give, and remembers which were asked for."""
 
     def __init__(self, wkv_input: str) -> None:
-        self._info = {"geometry": {"eps": 1e-20}, "numerics": {"wkv_input": wkv_input}}
+        self._info = {
+            "table": {"encodings": {"1": "Q8_0"}},
+            "geometry": {"eps": 1e-20},
+            "numerics": {"wkv_input": wkv_input},
+        }
         self.names: Any = None
 
     def info(self) -> dict[str, Any]:
@@ -101,6 +113,32 @@ def test_a_layer_is_made_from_what_the_service_tells() -> None:
     fp8: Any = Weights("e4m3 per 32 values")
     got = LocalLayer.fetch(fp8, 1, projects=True).project(rows)
     assert same_bits(got, project(rows, WKV, HC, requantizes=True))
+
+
+@pytest.mark.parametrize("count", [0, 3, 600])
+def test_stored_rows_are_projected_as_what_they_mean(count: int) -> None:
+    client: Any = Weights("bfloat16 rows")
+    layer = LocalLayer.fetch(client, 1, projects=True)
+    form = row_format("Q8_0")
+    generator = torch.Generator().manual_seed(3)
+    shape = (count, COLS, form.row_bytes(HEAD_DIM))
+    stored = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    stored[..., 1] &= 0x3F  # a scale of float16 below 2
+    values = form.dequantize(stored.flatten(0, 1).numpy())
+    rows = to_bf16(values).view(count, COLS, HEAD_DIM)
+    assert same_bits(layer.project(stored), layer.project(rows))
+
+
+@pytest.mark.parametrize("width", [0, 33, 34 * 2, 35])
+def test_stored_rows_of_another_width_or_type_are_refused(width: int) -> None:
+    client: Any = Weights("bfloat16 rows")
+    layer = LocalLayer.fetch(client, 1, projects=True)
+    with pytest.raises(
+        ValueError, match=r"rows: expected bfloat16 .* or Q8_0 as stored, got uint8"
+    ):
+        layer.project(torch.zeros((2, COLS, width), dtype=torch.uint8))
+    with pytest.raises(ValueError, match="no stored ones"):
+        project(torch.zeros((2, COLS, 34), dtype=torch.uint8), WKV, HC)
 
 
 def test_wkv_is_fetched_only_to_project() -> None:
