@@ -27,7 +27,7 @@ def _session_id(value: Any) -> int:
             return wire.parse_int(value, "session id")
         except wire.WireError:
             pass
-    raise ValueError("a session id is a decimal string of an int64 above 0")
+    raise ValueError("a decimal string of an int64 above 0")
 
 
 SessionId = Annotated[

@@ -91,7 +91,7 @@ class Settings(BaseModel):
     )
     device: Device = Field(default="auto", description="auto, cpu or cuda:N")
     placement: Literal["auto", "device", "host", "disk"] = Field(
-        default="auto", description="where the tables live"
+        default="auto", description="where the tables live: auto, device, host or disk"
     )
     doctor_report: Path | None = Field(
         default=None,
@@ -141,7 +141,7 @@ class Settings(BaseModel):
         default=30.0, ge=0, description="longest drain after SIGTERM"
     )
     log_format: Literal["auto", "text", "json"] = Field(
-        default="auto", description="text on a terminal, else json"
+        default="auto", description="text, json, or auto: text on a terminal, else json"
     )
 
     @property
@@ -238,7 +238,7 @@ def _malformed(
     source = sources.get(name, "default")
     flag = f"--{name.replace('_', '-')}"
     where = flag if source == "flag" else source if source.startswith(PREFIX) else name
-    allowed = first["msg"].removeprefix("Value error, ")
+    allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return SettingsError(f"setting {where}: {str(given.get(name))[:80]!r} is refused: {allowed}")
 
 

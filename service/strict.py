@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -132,6 +133,13 @@ def _refusal(error: ValidationError) -> SchemaError:
     """Return the first fault of a document; large inputs are not echoed."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    got = first["input"] if first["type"] != "missing" else "nothing"
-    why = first["msg"].removeprefix("Value error, ")
-    return SchemaError(f"{where.lstrip('.')}: {why}", expected=why, got=repr(got)[:80])
+    where = where.lstrip(".")
+    if first["type"] == "missing":
+        return SchemaError(f"field {where!r} is missing", expected=where)
+    expected, got = wanted(first["msg"]), repr(first["input"])[:80]
+    return SchemaError(f"{where}: expected {expected}, got {got}", expected=expected, got=got)
+
+
+def wanted(message: str) -> str:
+    """Return what a message of pydantic says that it expects, as part of a sentence."""
+    return re.sub(r"^(Value error, |(Input|List|String) should (be|have) )", "", message)

@@ -106,12 +106,28 @@ def test_push_document_that_is_not_as_described_is_refused(value: Any) -> None:
 def test_session_id_is_a_decimal_string_of_an_int64(session_id: Any) -> None:
     with pytest.raises(SchemaError) as caught:
         strict.parse_model(OpenSession, {"session_id": session_id})
-    assert str(caught.value.expected).startswith(("a session id is", "Input should"))
+    assert str(caught.value.expected) in ("a decimal string of an int64 above 0", "a valid string")
 
 
-def test_refusal_of_a_document_names_the_place() -> None:
-    with pytest.raises(SchemaError, match=r"token_ids\[1\]"):
-        strict.parse_model(PushTokens, {"position": 0, "token_ids": [1, "x"]})
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"position": 0, "token_ids": [1, "x"]}, "token_ids[1]: expected a valid integer, got 'x'"),
+        (
+            {"position": -1, "token_ids": []},
+            "position: expected greater than or equal to 0, got -1",
+        ),
+        (
+            {"position": 0, "token_ids": [], "on_conflict": "cut"},
+            "on_conflict: expected 'truncate', got 'cut'",
+        ),
+        ({"token_ids": []}, "field 'position' is missing"),
+    ],
+)
+def test_refusal_of_a_document_names_place_and_what_is_expected(value: Any, said: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        strict.parse_model(PushTokens, value)
+    assert caught.value.message == said
 
 
 def test_open_document_becomes_the_engines() -> None:
