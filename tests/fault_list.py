@@ -663,6 +663,27 @@ FAULTS = (
         "tests/service/test_opentelemetry.py",
     ),
     fault(
+        "traceparent-of-any-byte",
+        "service/tracing.py",
+        "(-[!-~]*)?",
+        "(-.*)?",
+        "tests/service/test_tracing.py::test_everything_else_is_not_traced",
+    ),
+    fault(
+        "metadata-is-latin-1",
+        "service/rpc/calls.py",
+        "else value.encode())",
+        'else value.encode("latin-1"))',
+        "tests/service/test_rpc.py::test_metadata_beyond_latin_1_is_read",
+    ),
+    fault(
+        "asking-threads-lanes-not-in-the-ledger",
+        "engram_core/backends/cuda.py",
+        "sizes.num_lanes + NEAR_LANES",
+        "sizes.num_lanes",
+        "tests/unit/test_loader.py::test_lanes_of_the_asking_thread_are_in_a_gpus_ledger",
+    ),
+    fault(
         "plain-step-forgets-the-epoch",
         "service/rpc/steps.py",
         "            epoch=plain.epoch,\n",

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from engram_core import loader
+from engram_core.backends import cuda
+from engram_core.backends.cuda_backend import NEAR_LANES
+from engram_core.backends.native import INLINE_TOKENS
 from engram_core.checkpoint import Checkpoint, open_checkpoint
 from engram_core.errors import CheckpointError, EngramError, MemoryShort, SchemaError
 from engram_core.loader import Budget, ledger_on_cpu, load, needs_of, weights_from_source
@@ -122,6 +125,20 @@ def test_a_table_that_shrank_after_opening_is_refused(tmp_path: Path) -> None:
     for placement in ("host", "disk"):
         with pytest.raises(CheckpointError, match="file"):
             load(checkpoint, placement=placement, num_slots=4)
+
+
+def test_lanes_of_the_asking_thread_are_in_a_gpus_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a piece of a residual on the device, and as much pinned."""
+    checkpoint = opened(tmp_path)
+    needs = cuda.needs_of(checkpoint, num_slots=4, budget=Budget())
+    monkeypatch.setattr(cuda, "NEAR_LANES", 0)
+    without = cuda.needs_of(checkpoint, num_slots=4, budget=Budget())
+    geometry = checkpoint.geometry
+    lanes = NEAR_LANES * INLINE_TOKENS * geometry.hc_mult * geometry.dim * 4
+    assert needs.workspaces - without.workspaces == lanes > 0
+    assert needs.in_flight - without.in_flight == lanes
 
 
 def test_auto_takes_the_disk_when_memory_is_short(tmp_path: Path) -> None:
