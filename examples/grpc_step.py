@@ -1,4 +1,4 @@
-"""One sequence over gRPC: `python examples/grpc_step.py 127.0.0.1:8322 [KEY]`."""
+"""One sequence over gRPC: `python examples/grpc_step.py [127.0.0.1:8322 [KEY]]`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensor(array: Any) -> pb.Tensor:
     return pb.Tensor(dtype=view.dtype, shape=view.shape, data=bytes(view.data))
 
 
-def main(target: str, key: str = "") -> None:
+def main(target: str = "127.0.0.1:8322", key: str = "") -> None:
     metadata = [("authorization", f"Bearer {key}")] if key else []
     # -1: the server's limit holds; without it gRPC's own, 4 MB, does.
     with grpc.insecure_channel(target, options=message_options(-1)) as channel:
