@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -21,7 +21,6 @@ from service import strict
 from service.access import Key, check_scope
 from service.admission import Lease
 from service.bodies import (
-    CONNECTION,
     Buffer,
     Headers,
     Inbox,
@@ -31,7 +30,7 @@ from service.bodies import (
 )
 from service.operations import Operation
 from service.problems import MediaType, WrongTable
-from service.shm import Shared, shared_of
+from service.shm import Connection, Shared, connection_of, shared_of
 from service.state import Model, ServiceState
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -55,7 +54,7 @@ class Call:
         self.path: Mapping[str, str] = {}
         self.if_none_match = ""
         self.peer: Hashable = None
-        self.connection: Any = None
+        self.connection: Connection | None = None
         self.shared: Shared | None = None
         self.stages: dict[str, float] = {}
         self.sent_bytes = 0
@@ -198,8 +197,7 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     call.if_none_match = plain.get(b"if-none-match", b"").decode("latin-1")
     _check_media(operation, plain, has_body=not call.inbox.is_complete)
     check_table(call)
-    extensions: Any = scope.get("extensions") or {}
-    call.connection = extensions.get(CONNECTION, {}).get("connection")
+    call.connection = connection_of(scope)
     find_shared(call)
 
 
@@ -214,7 +212,7 @@ def find_shared(call: Call) -> None:
         return
     if body is not None and not call.inbox.is_complete:
         raise BadRequest(f"a body and {wire.SHARED_BODY}", expected="one of them")
-    region = getattr(call.connection, "region", None)
+    region = None if call.connection is None else call.connection.region
     call.shared = shared_of(region, call.tenant, body, answer)
 
 

@@ -6,23 +6,14 @@ fault into a problem document.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import problems
-from service.bodies import CONNECTION, ClientGoneError, Inbox, send_refusal
+from service.bodies import ClientGoneError, Inbox, send_refusal
 from service.calls import CALL, Call
 from service.desk import GONE, Desk, answer_headers, request_id
+from service.shm import connection_of
 from service.state import ServiceState
-
-
-class Peer(Protocol):
-    """A connection. tenant: the name of the key that asked last; abort: cut it at once."""
-
-    tenant: str | None
-
-    def abort(self) -> None: ...
 
 
 class Door:
@@ -56,7 +47,7 @@ class Door:
         call: Call = scope[CALL]
         try:
             call.key = self._desk.identify(scope)
-            if (connection := _connection(scope)) is not None:
+            if (connection := connection_of(scope)) is not None:
                 connection.tenant = call.key.name
             await self._app(scope, receive, reply.send)
             return "ok"
@@ -87,14 +78,9 @@ class _Reply:
         await self._send(message)
 
 
-def _connection(scope: Scope) -> Peer | None:
-    found: Peer | None = scope.get("extensions", {}).get(CONNECTION, {}).get("connection")
-    return found
-
-
 async def _abort(scope: Scope, receive: Receive) -> None:
     """Cut the connection of a client that is gone or does not read, where the server lets us."""
-    connection = _connection(scope)
+    connection = connection_of(scope)
     if connection is not None:
         connection.abort()
         while (await receive())["type"] != "http.disconnect":

@@ -25,6 +25,7 @@ from service.calls import Call
 from service.desk import GONE, Desk, answer_headers
 from service.problems import RequestTimeout
 from service.reads import TensorRead
+from service.shm import Connection
 from service.state import ServiceState
 
 JOIN_BYTES = 64 << 10
@@ -34,12 +35,11 @@ _lower = cache(str.lower)
 _SCRATCH_BYTES = 64 << 10
 
 
-class Line(Protocol):
-    """What is needed of a connection. finished: an answer is written; pass on what comes next."""
+class Line(Connection, Protocol):
+    """A connection, for an exchange. finished: an answer is written; pass on what comes next."""
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
-    tenant: str | None
 
     @property
     def default_headers(self) -> Headers: ...

@@ -56,7 +56,7 @@ async def open_memory(call: Call) -> Response:
     state.check_open()
     document = await call.document(schemas.OpenMemory)
     connection = call.connection
-    if not hasattr(connection, "share"):
+    if connection is None:
         raise NotFound("shared memory is for the Unix socket", expected="a connection to it")
     connection.check_sharing()
     region = await asyncio.to_thread(state.regions.open, call.tenant, document.num_bytes)

@@ -18,15 +18,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from starlette.types import Scope
 
 from engram_client import wire
 from engram_core.errors import BadRequest, EngramError, Overloaded, SchemaError
 from engram_core.host_memory import HostMemory
-from service.bodies import Buffer
+from service.bodies import CONNECTION, Buffer
 from service.problems import NotFound
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -76,6 +78,32 @@ class Region:
                 got=text[:80],
             )
         return self.memory[offset : offset + num_bytes]
+
+
+class Connection(Protocol):
+    """A connection, for those who answer on it.
+
+    tenant: the name of the key that asked last; region: its shared memory
+    """
+
+    tenant: str | None
+    region: Region | None
+
+    def abort(self) -> None:
+        """Cut it at once."""
+
+    def check_sharing(self) -> None:
+        """See that a region can be given. Raises NotFound, BadRequest, ClientGoneError."""
+
+    def share(self, region: Region) -> None:
+        """Give it a region, and pass the descriptor. Raises as `check_sharing`."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """Return the connection of a request; None under a server that does not tell."""
+    extensions = scope.get("extensions") or {}
+    connection: Connection | None = extensions.get(CONNECTION, {}).get("connection")
+    return connection
 
 
 class Regions:
