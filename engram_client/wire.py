@@ -233,10 +233,14 @@ def decode_head(head: bytes, data_bytes: int) -> dict[str, tuple[TensorSpec, int
 
 def _split_head(file: memoryview) -> tuple[bytes, memoryview]:
     if file.nbytes < 8:
-        raise WireError("no safetensors file: it has no head", expected=">= 8 bytes", got=file.nbytes)
+        raise WireError(
+            "no safetensors file: it has no head", expected=">= 8 bytes", got=file.nbytes
+        )
     (size,) = struct.unpack_from("<Q", file)
     if not 2 <= size <= MAX_HEAD_BYTES:
-        raise WireError("no safetensors file: the head's size", expected=f"2..{MAX_HEAD_BYTES}", got=size)
+        raise WireError(
+            "no safetensors file: the head's size", expected=f"2..{MAX_HEAD_BYTES}", got=size
+        )
     if size > file.nbytes - 8:
         raise WireError("the head is cut short", expected=size, got=file.nbytes - 8)
     return bytes(file[8 : 8 + size]), file[8 + size :]

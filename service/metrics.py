@@ -139,7 +139,7 @@ class Metrics:
         )
         self.load_stage = Gauge(
             "engram_load_stage_ratio",
-            "How much of the present stage of loading is done, 0 to 1.",
+            "How much of the present stage of loading is done, 0 to 1; 0 when ready.",
             registry=self.registry,
         )
         self.ledger_bytes = Gauge(
