@@ -116,7 +116,8 @@ class SingleRead:
         answer = update_at_once(
             self._call,
             self._model,
-            TensorView(*spec, body),
+            spec,
+            body,
             session_id=self._session_id,
             position=self._position,
             epoch=self._epoch,
@@ -219,7 +220,8 @@ READS: Mapping[Operation, Callable[[Call], TensorRead]] = {
 def update_at_once(
     call: Call,
     model: Model,
-    residual: TensorView,
+    spec: TensorSpec,
+    residual: memoryview,
     *,
     session_id: int,
     position: int,
@@ -230,20 +232,20 @@ def update_at_once(
 
     None: nothing was changed; a step answers it.
 
-    residual: BF16 or F32 [T, hc_mult, dim], T >= 1; position: of its first token
+    spec: BF16 or F32, [T, hc_mult, dim], T >= 1; position: of the first token
     """
-    data = residual.data
-    if len(data) != wire.num_bytes((residual.dtype, residual.shape)):
+    dtype, shape = spec
+    if len(residual) != wire.num_bytes(spec):
         return None
     begun_s = time.perf_counter()
     read = OneRead(
         session_id=session_id,
         position=position,
-        num_tokens=residual.shape[0],
+        num_tokens=shape[0],
         epoch=epoch,
         layer_index=model.checkpoint.geometry.layer_index(layer),
-        residual=addressof(c_char.from_buffer(data)),
-        is_f32=residual.dtype == "F32",
+        residual=addressof(c_char.from_buffer(residual)),
+        is_f32=dtype == "F32",
     )
     answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
     if answer is not None:

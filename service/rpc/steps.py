@@ -73,11 +73,11 @@ class StepWork:
         self._residual = copy = self._copy(plain.residual)
         self._admitted = 16 + count
         call.lease.add(self._admitted, "the answer")
-        residual = TensorView(plain.dtype, plain.shape, copy)
         answer = update_at_once(
             call,
             model,
-            residual,
+            (plain.dtype, plain.shape),
+            copy,
             session_id=plain.session_id,
             position=plain.position,
             epoch=plain.epoch,
@@ -89,7 +89,7 @@ class StepWork:
             "length": _number(answer.length),
             "epoch": _number(answer.epoch),
             "dead": TensorView("U8", (count,), memoryview(answer.dead)),
-            f"residual.{plain.layer}": residual,
+            f"residual.{plain.layer}": TensorView(plain.dtype, plain.shape, copy),
         }
         return True
 
