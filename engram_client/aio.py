@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engram_client import verbs
 from engram_client.arrays import Array
-from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE
+from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE, not_connected
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import (
     EXPECT_ABOVE_BYTES,
@@ -249,7 +249,7 @@ class AsyncConnectionPool:
                         ssl=context if address.tls else None,
                     )
         except (OSError, ValueError) as error:
-            raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
+            raise not_connected(address, error) from error
         return connection
 
 

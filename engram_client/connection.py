@@ -59,7 +59,7 @@ class Connection:
         try:
             self._socket = _connect(address, context)
         except (OSError, ValueError) as error:
-            raise ConnectionLost(f"{address.url}: {error}", connected=False) from error
+            raise not_connected(address, error) from error
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, _READ)
@@ -246,6 +246,14 @@ class ConnectionPool:
                 self._idle[replica].append(connection)
                 return
         connection.close()
+
+
+def not_connected(address: Address, error: Exception) -> ConnectionLost:
+    """Return what a connection that did not come about is told as."""
+    advice = ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        advice = "; ssl_context=ssl.create_default_context(cafile=FILE) trusts another certificate"
+    return ConnectionLost(f"{address.url}: {error}{advice}", connected=False)
 
 
 def _connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from engram_client.problems import (
@@ -14,6 +15,10 @@ from engram_client.problems import (
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+TELL_AFTER_S = 1.0
+"""A call that fails for so long says once that it goes on: a silent minute looks like a hang."""
+
+log = logging.getLogger("engram_client")
 
 
 class Patience:
@@ -25,6 +30,7 @@ class Patience:
         self._num_replicas = num_replicas
         self._first_s: float | None = None
         self._failures = 0
+        self._is_told = False
 
     def should_move(self, error: EngramClientError) -> bool:
         """Tell whether the next try goes to the next address.
@@ -53,6 +59,14 @@ class Patience:
                 f"no answer for {self._reconnect_s:g} s, {self._failures} tries; last: {error}",
                 error,
             ) from error
+        if now - self._first_s >= TELL_AFTER_S and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "no answer for %.1f s, trying for %g s; last: %s",
+                now - self._first_s,
+                self._reconnect_s,
+                error,
+            )
         return pause
 
     def _backoff_s(self, error: EngramClientError) -> float:

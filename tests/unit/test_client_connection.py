@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from engram_client import http1
 from engram_client.aio import AsyncConnectionPool
-from engram_client.connection import ConnectionPool
+from engram_client.connection import ConnectionPool, not_connected
 from engram_client.http1 import Request, Response, ResponseReader, parse_address, parse_head
 from engram_client.problems import BadAnswer, ConnectionLost, EngramClientError
 from tests.unit.raw_server import Peer, RawServer, Script, answer
@@ -422,3 +423,11 @@ def test_a_reset_after_a_refusal_does_not_hide_it() -> None:
     with RawServer([refuse]) as server:
         (got,) = exchange_blocking(server.url, post(BIG))
         assert got.status == 413
+
+
+def test_a_certificate_that_is_not_known_says_how_it_would_be() -> None:
+    address = parse_address("https://localhost:1")
+    error = not_connected(address, ssl.SSLCertVerificationError("self-signed"))
+    assert "https://localhost:1" in str(error)
+    assert "ssl_context=" in str(error)
+    assert "ssl_context" not in str(not_connected(address, OSError("refused")))

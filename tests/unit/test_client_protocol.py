@@ -269,7 +269,9 @@ def test_another_table_behind_the_only_address_is_told(harness: Harness) -> None
         harness.push(state, [1])
 
 
-def test_nothing_answers_and_the_client_says_so_after_reconnect_s(harness: Harness) -> None:
+def test_nothing_answers_and_the_client_says_so_after_reconnect_s(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
     state = harness.open()
 
     def network(request: Request) -> Response:
@@ -280,6 +282,9 @@ def test_nothing_answers_and_the_client_says_so_after_reconnect_s(harness: Harne
         harness.push(state, [1])
     assert isinstance(caught.value.reason, ConnectionLost)
     assert 55 < harness.now_s <= 60
+    (told,) = caplog.messages  # one line a call, after a second
+    assert told.startswith("no answer for 1.")
+    assert told.endswith("s, trying for 60 s; last: refused")
     harness.network = None
     harness.push(state, [2])
     assert held_ids(harness.services[0], state) == [2]
