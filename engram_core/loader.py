@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -22,6 +21,7 @@ from engram_core.errors import EngramError, SchemaError
 from engram_core.geometry import Geometry
 from engram_core.memory import (
     HELD_ID_BYTES,
+    Budget,
     Ledger,
     Measured,
     Memory,
@@ -40,21 +40,6 @@ Progress = Callable[[str, int, int], None]
 
 _CHUNK_BYTES = 64 << 20
 _CUDA_MODULE = "engram_core.backends.cuda"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What else has to fit beside the backend: requests in flight, held ids, the reserve, and what
-    is shared with clients.
-
-    wkv_copy: whether a GPU keeps the bfloat16 copy of weights that its kernels read as stored
-    """
-
-    in_flight_bytes: int = 0
-    held_tokens: int = 0
-    reserve_bytes: int = 1 << 30
-    shared_bytes: int = 0
-    wkv_copy: bool = True
 
 
 def load(

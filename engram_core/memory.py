@@ -36,6 +36,21 @@ class Pool(StrEnum):
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What else has to fit beside the backend: requests in flight, held ids, the reserve, and what
+    is shared with clients.
+
+    wkv_copy: whether a GPU keeps the bfloat16 copy of weights that its kernels read as stored
+    """
+
+    in_flight_bytes: int = 0
+    held_tokens: int = 0
+    reserve_bytes: int = 1 << 30
+    shared_bytes: int = 0
+    wkv_copy: bool = True
+
+
+@dataclass(frozen=True)
 class Memory:
     """Readings, taken by the caller.
 

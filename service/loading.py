@@ -15,9 +15,9 @@ from engram_core.engine import Engine
 from engram_core.engine_types import EngineLimits
 from engram_core.errors import EngramError
 from engram_core.geometry import Geometry
-from engram_core.loader import Budget, ledger_on_cpu, load
+from engram_core.loader import ledger_on_cpu, load
 from engram_core.machine import Gpu, fingerprint, gpu_of
-from engram_core.memory import Ledger, Measured
+from engram_core.memory import Budget, Ledger, Measured
 from service.settings import GIB, MIB, Settings, SettingsError
 from service.state import Model
 

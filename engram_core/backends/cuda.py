@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from ctypes import byref, c_int32
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from engram_core.errors import SchemaError
 from engram_core.geometry import Geometry
 from engram_core.memory import (
     HELD_ID_BYTES,
+    Budget,
     Ledger,
     Measured,
     Memory,
@@ -58,21 +58,6 @@ GRAPH_BYTES = 32 << 20
 
 _READERS = 16
 """Threads reading one stage: 37 GB/s from memory-backed storage on an H200 host, 24 with 8."""
-
-
-class Budget(Protocol):
-    """See `loader.Budget`."""
-
-    @property
-    def in_flight_bytes(self) -> int: ...
-    @property
-    def held_tokens(self) -> int: ...
-    @property
-    def reserve_bytes(self) -> int: ...
-    @property
-    def shared_bytes(self) -> int: ...
-    @property
-    def wkv_copy(self) -> bool: ...
 
 
 def load(

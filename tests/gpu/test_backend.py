@@ -404,7 +404,7 @@ def test_rows_from_host_and_disk_have_the_bits_of_the_device(
 ) -> None:
     from engram_core.backends.cuda import load
     from engram_core.checkpoint import open_checkpoint
-    from engram_core.loader import Budget
+    from engram_core.memory import Budget
     from engram_core.tools.synth import synth
 
     out = tmp_path / ("tiny.gguf" if fmt == "gguf" else "tiny")

@@ -17,8 +17,8 @@ from engram_core.backends.cuda_backend import NEAR_LANES
 from engram_core.backends.native import INLINE_TOKENS
 from engram_core.checkpoint import Checkpoint, open_checkpoint
 from engram_core.errors import CheckpointError, EngramError, MemoryShort, SchemaError
-from engram_core.loader import Budget, ledger_on_cpu, load, needs_of, weights_from_source
-from engram_core.memory import Memory, Placement
+from engram_core.loader import ledger_on_cpu, load, needs_of, weights_from_source
+from engram_core.memory import Budget, Memory, Placement
 from engram_core.tools.synth import FORMATS, synth
 
 
