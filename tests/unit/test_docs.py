@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,13 @@ def test_python_of_a_document_runs(document: str, demo_server: Server) -> None:
             exec(code.replace("http://127.0.0.1:8321", demo_server.url), known)
     finally:
         known["client"].close()
+
+
+def test_the_example_runner_gates_as_the_service_does(
+    demo_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(ROOT / "examples" / "runner.py"))["main"](demo_server.url)
+    assert capsys.readouterr().out == "31 tokens through layers [1, 14]\n"
 
 
 # ---- tables
