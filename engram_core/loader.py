@@ -19,6 +19,7 @@ from engram_core.checkpoint.files import RegularFile
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource
 from engram_core.errors import EngramError, SchemaError
 from engram_core.geometry import Geometry
+from engram_core.meminfo import host_available_bytes, host_swap_used_bytes
 from engram_core.memory import (
     HELD_ID_BYTES,
     Budget,
@@ -27,8 +28,6 @@ from engram_core.memory import (
     Memory,
     Needs,
     Placement,
-    host_available_bytes,
-    host_swap_used_bytes,
     plan,
 )
 from engram_core.quant import to_bf16

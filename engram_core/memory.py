@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 from engram_core.errors import MemoryShort
 
@@ -202,40 +201,6 @@ def check(needs: Needs, ledger: Ledger, memory: Memory) -> None:
                 expected=needs.reserve,
                 got=left,
             )
-
-
-def host_available_bytes(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Read MemAvailable, and the room of this process's container where that is less."""
-    kib = next(
-        line.split()[1]
-        for line in meminfo.read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    available = int(kib) * 1024
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((cgroup / "memory.current").read_text())
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            cache = int(stat["inactive_file"]) + int(stat["active_file"])
-            available = min(available, int(limit) - used + cache)
-    except OSError:
-        pass  # no container limit (cgroup v2) to read
-    return max(0, available)
-
-
-def host_total_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Read MemTotal."""
-    kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
-    return 1024 * int(kib["MemTotal:"])
-
-
-def host_swap_used_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Read how much of the swap is in use; 0 where there is none."""
-    kib = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
-    return 1024 * max(0, int(kib.get("SwapTotal:", 0)) - int(kib.get("SwapFree:", 0)))
 
 
 def _candidates(memory: Memory, placement: str) -> Sequence[Placement]:

@@ -26,6 +26,7 @@ from engram_core.checkpoint.dense import read_matrix, read_matrix_chunks
 from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
 from engram_core.errors import SchemaError
 from engram_core.geometry import Geometry
+from engram_core.meminfo import host_available_bytes, host_swap_used_bytes, host_total_bytes
 from engram_core.memory import (
     HELD_ID_BYTES,
     Budget,
@@ -35,9 +36,6 @@ from engram_core.memory import (
     Needs,
     Placement,
     check,
-    host_available_bytes,
-    host_swap_used_bytes,
-    host_total_bytes,
     plan,
 )
 from engram_core.quant import to_bf16

@@ -28,7 +28,7 @@ from engram_core.backends.stored_wkv import (
 )
 from engram_core.errors import EngramError
 from engram_core.machine import Gpu, gpu_of
-from engram_core.memory import host_available_bytes
+from engram_core.meminfo import host_available_bytes
 from engram_core.tools.probe import (
     IN_FEATURES,
     ROW_FORMATS,

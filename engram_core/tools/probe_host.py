@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.memory import host_available_bytes
+from engram_core.meminfo import host_available_bytes
 from engram_core.tools.probe import (
     IN_FEATURES,
     ROW_FORMATS,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engram_core.machine import cpu_model
-from engram_core.memory import host_available_bytes
+from engram_core.meminfo import host_available_bytes
 
 _FLAGS = (
     "avx2",

@@ -11,7 +11,8 @@ import pytest
 
 from engram_core.backends import cuda, native
 from engram_core.errors import Internal, SchemaError
-from engram_core.memory import Ledger, Placement, host_total_bytes
+from engram_core.meminfo import host_total_bytes
+from engram_core.memory import Ledger, Placement
 from engram_core.tools.doctor import diagnose
 from engram_core.tools.inspect import inspect
 from service import cli
