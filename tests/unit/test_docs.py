@@ -6,6 +6,8 @@ import ast
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +178,18 @@ def test_python_of_a_document_runs(document: str, demo_server: Server) -> None:
             exec(code.replace("http://127.0.0.1:8321", demo_server.url), known)
     finally:
         known["client"].close()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_commands_of_the_client_page_are_answered(demo_server: Server, tmp_path: Path) -> None:
+    (block,) = [block for block in blocks(TEXTS["docs/client.md"], "sh") if "curl" in block]
+    script = block.replace("http://127.0.0.1:8321", demo_server.url).replace("curl -s", "curl -fsS")
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith('{"closed":1}')
+    assert (tmp_path / "kv.bf16").stat().st_size == 4 * 5 * 1024 * 2
+    assert (tmp_path / "updated.f32").stat().st_size == 4 * 4 * 1024 * 4
 
 
 def test_the_example_runner_gates_as_the_service_does(
