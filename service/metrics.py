@@ -43,15 +43,15 @@ def _of(name: str, text: str, *, is_gauge: bool = False, **labels: str) -> Engin
     return EngineMetric(f"engram_{name}", text, is_gauge, tuple(labels.items()))
 
 
-def _batches(backend: str) -> dict[str, EngineMetric]:
+def _batches(lane: str) -> dict[str, EngineMetric]:
     return {
-        f"{backend}_batches": _of("batches", "Batches run.", lane=backend),
-        f"{backend}_batch_tokens": _of("batch_tokens", "Token-layers in batches.", lane=backend),
-        f"{backend}_largest_batch": _of(
+        f"{lane}_batches": _of("batches", "Batches run.", lane=lane),
+        f"{lane}_batch_tokens": _of("batch_tokens", "Token-layers in batches.", lane=lane),
+        f"{lane}_largest_batch": _of(
             "largest_batch_tokens",
             "Token-layers of the largest batch.",
             is_gauge=True,
-            lane=backend,
+            lane=lane,
         ),
     }
 
@@ -74,8 +74,6 @@ ENGINE: Mapping[str, EngineMetric] = {
     "held_tokens": _of("held_tokens", "Token ids held.", is_gauge=True),
     "waits": _of("waits", "Reads that waited for ids or an epoch."),
     "waiting": _of("waiting", "Reads that wait now.", is_gauge=True),
-    "steps": _of("steps", "Steps and single reads."),
-    "control_us": _of("control_microseconds", "Time in control of steps, on the event loop."),
     "kv_hits": _of("store_hits", "kv found in the store."),
     "kv_misses": _of("store_misses", "kv computed."),
     "kv_duplicates": _of("store_duplicates", "Equal windows of one batch, computed once."),
