@@ -62,13 +62,18 @@ class Desk:
         return access.identify(scope["headers"], over_unix_socket=over_unix_socket)
 
     def refusal(self, call: Call, error: BaseException) -> tuple[str, EngramError]:
-        """Return the code and what the client is told; a fault is logged and told as such."""
+        """Return the code and what the client is told; a fault is logged and told as such.
+
+        A refusal forgets where it was raised: those frames hold the body, maybe in pinned memory,
+        and whoever keeps the refusal in a frame of the same call keeps them until a collection.
+        """
         refusal = error if isinstance(error, EngramError) else problems.SECRET_FAULT
         code = problems.code_of(refusal)
         if code == "internal":
             held_back = self._faults.admit("fault")
             if held_back is not None:
                 log.error("fault", request_id=call.request_id, held_back=held_back, exc_info=error)
+        _forget_frames(refusal)
         return code, refusal
 
     def record(self, call: Call, code: str, status: int, headers: Headers) -> None:
@@ -107,6 +112,15 @@ class Desk:
         for stage in REQUEST_STAGES:
             if stage in call.stages:
                 metrics.observe_stage(stage, call.stages[stage])
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of those it was raised among; causes stay for the log."""
+    among: BaseException | None = error
+    while among is not None:
+        among.__traceback__, before = None, among.__context__
+        among.__context__ = None
+        among = before
 
 
 def answer_headers(call: Call) -> Headers:

@@ -663,6 +663,20 @@ FAULTS = (
         "tests/service/test_opentelemetry.py",
     ),
     fault(
+        "refusal-keeps-its-body",
+        "service/desk.py",
+        "        _forget_frames(refusal)\n",
+        "",
+        "tests/service/test_pinned_bodies.py::test_a_refused_body_is_free_at_once",
+    ),
+    fault(
+        "refusal-keeps-the-body-of-what-it-was-raised-among",
+        "service/desk.py",
+        "        among.__context__ = None\n        among = before\n",
+        "        among = None\n",
+        "tests/service/test_pinned_bodies.py::test_a_refused_body_is_free_at_once",
+    ),
+    fault(
         "traceparent-of-any-byte",
         "service/tracing.py",
         "(-[!-~]*)?",

@@ -127,6 +127,7 @@ class _Stream:
             if raw is None:
                 break
             self._begin(raw)
+            del raw  # else an idle stream keeps it, admitted no more
             # A small read is computed in this turn of the loop: answer it, then ask for the next.
             await asyncio.sleep(0)
         for _ in range(MAX_PIPELINED - 1):
@@ -178,6 +179,7 @@ class _Stream:
                 return
             exchange.call.stages["send"] = time.perf_counter() - begun
             self._end(exchange, code, status)
+            del exchange, raw
             self._room.release()
 
     def _reply(self, exchange: _Exchange) -> tuple[str, int, bytes]:
@@ -197,6 +199,8 @@ class _Stream:
         self._open.discard(exchange)
         if exchange.work is not None and exchange.work.future is not None:
             exchange.work.future.cancel()
+        # The future's callback knows the exchange: both would keep the body until a collection.
+        exchange.work = exchange.error = None
         exchange.call.close()
         self._state.leave()
         self._desk.record(exchange.call, code, status, [])

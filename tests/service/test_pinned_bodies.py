@@ -142,6 +142,25 @@ def test_a_body_without_room_in_one_piece_is_refused_and_changes_nothing(
     assert backend.used_bytes == 0
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_refused_body_is_free_at_once(
+    ask: Callable[..., bytes], backend: PooledBackend, session_id: str, is_fast: bool
+) -> None:
+    """The refusal, or what it was raised among, keeps no frame that has the body."""
+    residual = torch.zeros((MAX_TOKENS, 2, 64))
+    later = apply(session_id, MAX_TOKENS).replace(b"position=0", b"position=9")
+    refused = {
+        "stale_epoch": apply(session_id, MAX_TOKENS, epoch=1),
+        "not_pushed": later,
+        "unknown_session": step("1", "residual", residual=residual),
+        "bad_tensor": step(session_id, "residual", residual=residual[1:]),
+        "schema": step(session_id, "kv", nonsense=residual),
+    }
+    for name, request in refused.items():
+        assert code(ask(once(request), is_fast=is_fast))[1] == name
+        assert backend.used_bytes == 0, name
+
+
 def vanish(writer: asyncio.StreamWriter) -> None:
     """Reset the connection: the service is told at once."""
     sock = writer.get_extra_info("socket")
