@@ -338,6 +338,10 @@ _VERBS: dict[str, tuple[Any, ...]] = {
 }
 
 
+_NO_DRIVER = "driver version is insufficient"
+"""What CUDA says where there is no driver at all, too."""
+
+
 class Unsupported(EngramError):
     """The device, the driver or a library cannot do what was asked."""
 
@@ -420,6 +424,8 @@ class Native:
 
     def _error(self, name: str, status: int) -> EngramError:
         text = self._library.engram_last_error().decode(errors="replace")
+        if _NO_DRIVER in text:
+            text += " (no NVIDIA driver here, or one older than series 580)"
         kind = {
             _INVALID: BadTensor,
             _UNSUPPORTED: Unsupported,

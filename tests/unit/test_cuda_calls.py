@@ -234,3 +234,13 @@ def test_what_cannot_be_is_refused_before_any_launch(bench: Bench) -> None:
     with pytest.raises(BadTensor, match="dead: expected bool"):
         backend.gate(0, np.arange(2), np.zeros(2, np.int8), residual, residual)  # type: ignore[arg-type]
     assert bench.library.launches() == []
+
+
+def test_a_machine_without_a_driver_is_told_so_in_words() -> None:
+    class Bare:
+        def engram_last_error(self) -> bytes:
+            return b"CUDA driver version is insufficient for CUDA runtime version"
+
+    library = object.__new__(abi.Native)
+    library._library = Bare()  # type: ignore[assignment]
+    assert "no NVIDIA driver here" in library._error("device_info", 6).message
