@@ -649,6 +649,27 @@ FAULTS = (
         "tests/unit/test_stages.py",
     ),
     fault(
+        "malloc-keeps-every-thread-s-largest-blocks",
+        "service/lifecycle.py",
+        "    bound_heap()\n",
+        "",
+        "tests/service/test_heap.py",
+    ),
+    fault(
+        "malloc-s-mmap-threshold-is-its-own",
+        "service/heap.py",
+        "mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES) and ",
+        "",
+        "tests/service/test_heap.py",
+    ),
+    fault(
+        "heap-settings-of-the-environment-are-overruled",
+        "service/heap.py",
+        "    if any(name in os.environ for name in _NAMES):\n",
+        "    if False:\n",
+        "tests/service/test_heap.py",
+    ),
+    fault(
         "failed-self-check-is-a-mistake-of-the-operator",
         "service/lifecycle.py",
         "        if isinstance(loaded, SelfCheckFailed):\n",
@@ -675,6 +696,13 @@ FAULTS = (
         "        among.__context__ = None\n        among = before\n",
         "        among = None\n",
         "tests/service/test_pinned_bodies.py::test_a_refused_body_is_free_at_once",
+    ),
+    fault(
+        "stream-keeps-what-it-answered",
+        "service/rpc/streams.py",
+        "        exchange.work = exchange.error = None\n",
+        "",
+        "tests/service/test_rpc.py::test_steps_of_a_stream_are_free_when_they_are_answered",
     ),
     fault(
         "traceparent-of-any-byte",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,9 +21,10 @@ from engram_client.proto import engram_pb2 as pb
 from engram_core.errors import StepRefused, UnknownSession
 from service import operations
 from service.problems import kind_of
-from service.rpc import calls
+from service.rpc import calls, streams
 from service.rpc.calls import MAX_TRAILER_BYTES, fitting_text
 from service.rpc.server import NAME
+from service.rpc.steps import StepWork
 from service.rpc.streams import MAX_PIPELINED
 from service.rpc.unary import VERBS
 from tests.service.door import i32, i64, step_body
@@ -347,6 +350,28 @@ def test_stream_outlives_refusals(rpc: Rpc, session: int) -> None:
     assert refusal_of(replies[2].problem).code == "not_pushed"
     assert refusal_of(replies[0].problem).code == "bad_request"
     assert tensors_of(replies[1]) == tensors_of(rpc.call("Step", good))
+
+
+def test_steps_of_a_stream_are_free_when_they_are_answered(
+    rpc: Rpc, session: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a collection, which their bodies would wait for in pinned memory."""
+    made: list[weakref.ref[StepWork]] = []
+
+    class Watched(StepWork):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(streams, "StepWork", Watched)
+    good, gap = segment(session), segment(session, 9, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        rpc.stream([step_message("kv", tensors=tensors) for tensors in (good, gap, good)])
+        assert [each() for each in made] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_stream_pushes_what_its_own_read_waits_for(rpc: Rpc) -> None:
