@@ -294,6 +294,8 @@ def doctor(
     """Probe this machine; the report names no host, path or serial number and can be sent on."""
     from engram_core.tools.doctor import diagnose
 
+    if folder is not None and not folder.is_dir():  # said now, not after ten seconds of probes
+        raise EngramError(f"--folder {folder}: expected a folder, got none of that name")
     with progress_bars() as report:
         found = diagnose(seconds=seconds, folder=folder, progress=report)
     document = found.as_json()

@@ -236,8 +236,11 @@ def _malformed(
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     source = sources.get(name, "default")
-    flag = f"--{name.replace('_', '-')}"
-    where = flag if source == "flag" else source if source.startswith(PREFIX) else name
+    where = f"{name} in {source}"
+    if source == "flag":
+        where = f"--{name.replace('_', '-')}"
+    elif source.startswith(PREFIX):
+        where = source
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return SettingsError(f"setting {where}: {str(given.get(name))[:80]!r} is refused: {allowed}")
 

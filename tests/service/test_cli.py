@@ -35,6 +35,11 @@ def test_no_arguments_is_help_and_no_empty_error(
     [
         (("servee",), "engram: No such command 'servee'. Did you mean 'serve'?\n", 2),
         (("verify", "FILE", "--porrt"), "engram: No such option: --porrt\n", 2),
+        (
+            ("doctor", "--folder", "NONE"),
+            "engram: --folder NONE: expected a folder, got none of that name\n",
+            1,
+        ),
         (("hash", "FILE", 1, "abc"), "engram: ID 'abc': not an integer of int64\n", 1),
         (("compare", "A", "B", "--text", "NONE"), "engram: NONE: No such file or directory\n", 1),
         (("compare", "A", "B", "--text", "FILE"), None, 1),
