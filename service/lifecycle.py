@@ -115,6 +115,7 @@ class Server(uvicorn.Server):
         self._say = say
         self._loaded: Model | BaseException | None = None
         self._drain_until = 0.0
+        self._is_drain_told = False
         self._loader = threading.Thread(name="loader", daemon=True)
         self._desk: Desk = app.state.desk
         self._rpc: RpcServer | None = None
@@ -196,10 +197,18 @@ class Server(uvicorn.Server):
             self._fail(failure)
             return True
         if state.is_draining:
+            self._tell_draining()
             return not state.num_active or time.monotonic() >= self._drain_until
         if counter % _TICKS_PER_S == 0:
             self._tidy()
         return False
+
+    def _tell_draining(self) -> None:
+        """Log once that the drain began: here, since a signal may come amid another line."""
+        if not self._is_drain_told:
+            self._is_drain_told = True
+            timeout_s = self._state.settings.shutdown_timeout_s
+            log.info("draining", active=self._state.num_active, timeout_s=timeout_s)
 
     async def _take_over(self, loaded: Model | BaseException) -> bool:
         """Begin to serve what was loaded; return whether to stop because nothing was, or wrong."""

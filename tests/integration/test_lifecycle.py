@@ -86,6 +86,7 @@ def test_signal_ends_an_idle_server_with_0(small_gguf: Path, number: signal.Sign
     server = Server(small_gguf)
     server.wait_until_ready()
     assert server.stop(number) == 0
+    assert sum('"event": "draining"' in line for line in server.lines) == 1
 
 
 def test_drain_lets_a_running_call_end_and_refuses_new_ones(small_gguf: Path) -> None:
