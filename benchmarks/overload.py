@@ -332,11 +332,12 @@ def honest(url: str, seed: int) -> Callable[[], None]:
 
 
 def soak(folder: Path, checkpoint: Path, seconds: float) -> dict[str, Any]:
-    """Return what was held at the start and at the end."""
+    """Return what was held when ready, at the start (after a quarter or 10 s) and at the end."""
     # A small kv store: it is full, and so resident, at the start.
     flags = ("--session-ttl-s", "5", "--kv-store-bytes", str(KV_STORE_BYTES))
     with serving(checkpoint, folder / "s", *flags) as served:
         url = served.urls["unix"]
+        ready = _settled(served)
         calls = [honest(url, i) for i in range(4)] + [Rude(url, i).once for i in range(4)]
         _press_for(calls, min(10.0, seconds / 4))
         start = _settled(served)
@@ -349,7 +350,14 @@ def soak(folder: Path, checkpoint: Path, seconds: float) -> dict[str, Any]:
     ]
     if end["rss_mib"] > start["rss_mib"] * 1.1 + 32:
         faults.append(f"resident MiB: {start['rss_mib']} at the start, {end['rss_mib']} at the end")
-    return {"seconds": seconds, "calls": done, "start": start, "end": end, "faults": faults}
+    return {
+        "seconds": seconds,
+        "calls": done,
+        "ready": ready,
+        "start": start,
+        "end": end,
+        "faults": faults,
+    }
 
 
 def _press_for(calls: list[Callable[[], None]], seconds: float) -> int:

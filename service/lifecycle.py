@@ -28,6 +28,7 @@ from engram_core.errors import EngramError, Internal, SelfCheckFailed
 from service.app import create_app
 from service.desk import Desk
 from service.fast_path import FastPath
+from service.heap import bound_heap
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
 from service.notify import READY, STOPPING, notify
@@ -73,6 +74,7 @@ def serve(
     Raises StartError, SettingsError, ListenError.
     """
     sys.setswitchinterval(SWITCH_S)
+    bound_heap()
     app = create_app(settings)
     config = _config(app, settings)
     listeners = bind(settings)

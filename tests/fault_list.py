@@ -663,6 +663,13 @@ FAULTS = (
         "tests/service/test_heap.py",
     ),
     fault(
+        "malloc-trims-behind-every-request",
+        "service/heap.py",
+        " and mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)",
+        "",
+        "tests/service/test_heap.py",
+    ),
+    fault(
         "heap-settings-of-the-environment-are-overruled",
         "service/heap.py",
         "    if any(name in os.environ for name in _NAMES):\n",

@@ -89,7 +89,7 @@ LEVELS = {
     ],
     "service": [
         "",
-        "histogram",
+        "histogram heap",
         "console logs strict problems metrics notify tracing",
         "schemas settings admission versions",
         "operations access flags listeners bodies",
