@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import engram_core
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("engram_core", "engram_client", "service")
 
@@ -246,3 +248,15 @@ def test_client_imports_without_torch_and_without_core() -> None:
         "print(sorted(names & {'torch', 'engram_core', 'service', 'fastapi', 'httpx'}))"
     )
     assert run_python(code) == "[]"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    assert run_python("import service.cli, sys; print('torch' in sys.modules)") == "False"
+
+
+def test_every_name_of_the_core_is_where_it_says() -> None:
+    for name in engram_core.__all__:
+        assert getattr(engram_core, name).__name__ == name
+    assert set(engram_core.__all__) <= set(dir(engram_core))
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        engram_core.Engin  # noqa: B018  the name is looked up
