@@ -7,7 +7,7 @@ A refusal reaches also a client that writes its whole body first (it is read on 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from starlette.types import Message, Receive, Scope, Send
@@ -157,12 +157,24 @@ async def send_answer(send: Send, headers: Headers, buffers: Sequence[Buffer]) -
 
 
 async def send_stream(
-    send: Send, headers: Headers, num_bytes: int, pieces: Iterator[Buffer]
+    send: Send,
+    headers: Headers,
+    num_bytes: int,
+    pieces: Iterator[Buffer],
+    is_gone: Callable[[], bool],
 ) -> int:
-    """Send a 200 whose pieces are made in a thread, one at a time. Raises ClientGoneError."""
+    """Send a 200 whose pieces are made in a thread, one at a time.
+
+    is_gone: whether the client has left: what is sent then is dropped, and nothing more is made
+    Raises ClientGoneError.
+    """
     await _send_head(send, headers, num_bytes)
+    num_sent = 0
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         await _send_paced(send, piece)
+        num_sent += len(piece)
+        if num_sent < num_bytes and is_gone():
+            raise ClientGoneError
     await _send_in_time(send, {"type": "http.response.body", "body": b""})
     return num_bytes
 

@@ -89,6 +89,10 @@ class Connection(Protocol):
     tenant: str | None
     region: Region | None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing can be sent on it any more."""
+
     def abort(self) -> None:
         """Cut it at once."""
 

@@ -117,6 +117,11 @@ class Connection(HttpToolsProtocol):
         is_idle = self.cycle is None or self.cycle.response_complete
         return self.scheme == "https" and is_idle and not self.transport.get_write_buffer_size()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is closed, by either side: what is sent is dropped."""
+        return bool(self.transport.is_closing())
+
     def abort(self) -> None:
         """Cut the connection, whatever is still to be sent."""
         self.transport.abort()

@@ -16,6 +16,7 @@ from engram_core.checkpoint.dense import CHUNK_VALUES, read_matrix, read_matrix_
 from engram_core.quant import to_bf16
 from service.bodies import send_stream
 from service.calls import Call
+from service.shm import connection_of
 from service.state import Model
 
 PIECE_BYTES = CHUNK_VALUES * (4 + 2)
@@ -53,7 +54,10 @@ class _WeightsAnswer(Response):
         headers = [item for item in self.raw_headers if item[0] != b"content-length"]
         size = wire.encoded_size(self._specs)
         pieces = _pieces(self._source, self._specs)
-        self._call.sent_bytes = await send_stream(send, headers, size, pieces)
+        connection = connection_of(scope)
+        self._call.sent_bytes = await send_stream(
+            send, headers, size, pieces, lambda: connection is not None and connection.is_gone
+        )
 
 
 def _pieces(source: LayerSource, specs: dict[str, wire.TensorSpec]) -> Iterator[bytes | memoryview]:

@@ -663,6 +663,13 @@ FAULTS = (
         "tests/service/test_heap.py",
     ),
     fault(
+        "weights-are-decoded-for-nobody",
+        "service/bodies.py",
+        "        if num_sent < num_bytes and is_gone():\n",
+        "        if False:\n",
+        "tests/service/test_transport.py",
+    ),
+    fault(
         "malloc-trims-behind-every-request",
         "service/heap.py",
         " and mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)",

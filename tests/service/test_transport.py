@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,50 @@ def test_request_before_the_last_one_of_a_pipeline_is_told_when_the_peer_is_gone
 
     door.runner.run(talk_to(door, talk, Wire(path=socket_folder / "pipe.sock")))
     assert door.state.pool_bytes == 0
+
+
+def test_weights_are_decoded_for_nobody_who_has_left(
+    door: InProcess, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece is 16 MiB and some ten ms of a core: once it cannot be sent no other is made."""
+    lost, made = threading.Event(), []
+    was_lost = Connection.connection_lost
+
+    def connection_lost(connection: Connection, error: Exception | None) -> None:
+        was_lost(connection, error)
+        lost.set()
+
+    def pieces(*_: object) -> Iterator[bytes]:
+        yield b"head"
+        assert lost.wait(30)
+        for _ in range(8):
+            made.append(bytes(1000))
+            yield made[-1]
+
+    monkeypatch.setattr(Connection, "connection_lost", connection_lost)
+    monkeypatch.setattr("service.weights._pieces", pieces)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET /v1/layers/1/weights HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for connection in connections:
+            connection.abort()
+        while door.state.num_active:
+            await asyncio.sleep(0)
+        return b""
+
+    connections: list[Connection] = []
+    was_made = Connection.connection_made
+
+    def connection_made(connection: Connection, line: asyncio.Transport) -> None:
+        was_made(connection, line)
+        connections.append(connection)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    door.runner.run(talk_to(door, talk, Wire(path=socket_folder / "weights.sock")))
+    assert len(made) == 1
+    assert door.state.pool_bytes == 0
+    assert 'code="client_gone"' in door.get("/metrics").text
 
 
 def test_refusal_reaches_a_client_that_writes_first(ask: Ask) -> None:
