@@ -206,7 +206,7 @@ FAULTS = (
         GATE,
         "        self._eps = geometry.eps\n",
         "        self._eps = 1e-6\n",
-        f"{GATES}::test_eps_is_1e_minus_20_and_each_square_has_its_own_rsqrt",
+        f"{GATES}::test_eps_is_so_small_that_a_small_residual_has_the_gate_of_a_large_one",
     ),
     fault(
         "normalised-over-all-streams",

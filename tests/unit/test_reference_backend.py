@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -276,7 +277,17 @@ def test_gates_of_the_vectors(name: str) -> None:
     assert out.to(torch.bfloat16).tolist() == [case["out_bf16"]]
 
 
-def test_eps_is_1e_minus_20_and_each_square_has_its_own_rsqrt() -> None:
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0])
+def test_eps_is_so_small_that_a_small_residual_has_the_gate_of_a_large_one(scale: float) -> None:
+    key, value = [0.5, 1.0, -0.25, 2.0], [1.0, -2.0, 0.5, 4.0]
+    h = [scale * element for element in key]
+    out = gate_alone([[h]], [[key, value]], [[1.0] * 4])
+    gates = (out[0, 0] - torch.tensor(h)) / torch.tensor(value)
+    # h and key point one way, so the normalised dot is dim / sqrt(dim) = 2.
+    assert gates.tolist() == pytest.approx([1 / (1 + math.exp(-math.sqrt(2.0)))] * 4, abs=1e-6)
+
+
+def test_a_residual_or_key_of_zeros_has_the_gate_of_a_zero_dot() -> None:
     zero, key = [0.0] * 4, [0.5, 1.0, -0.25, 2.0]
     for h, k in ((zero, key), (key, zero), (zero, zero)):
         out = gate_alone([[h]], [[k, [1.0, -2.0, 0.5, 4.0]]], [[1.0] * 4])
