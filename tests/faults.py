@@ -23,7 +23,7 @@ from tests.fault_list import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 COPIED = (
-    *("engram_core", "engram_client", "service", "csrc", "tests", "openapi", "proto"),
+    *("engram_core", "engram_client", "service", "csrc", "tests", "openapi", "proto", "benchmarks"),
     "pyproject.toml",
 )
 AT_ONCE = 2
