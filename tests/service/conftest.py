@@ -14,6 +14,7 @@ from service.loading import load_model
 from service.settings import Settings
 from service.state import Model
 from tests.service.door import InProcess
+from tests.service.pooled import PooledBackend, pooled
 from tests.service.rpc_client import Rpc
 
 MAX_TOKENS, MAX_SESSIONS = 64, 64
@@ -55,6 +56,26 @@ def _close_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
 def door(settings: Settings, model: Model, runner: asyncio.Runner) -> InProcess:
     """A fresh app without keys over the engine that all tests share."""
     return InProcess(create_app(settings, model), runner)
+
+
+@pytest.fixture
+def pooled_model(model: Model) -> Iterator[tuple[Model, PooledBackend]]:
+    changed, backend = pooled(model)
+    yield changed, backend
+    backend.go_on.set()
+    changed.engine.close()
+
+
+@pytest.fixture
+def pooled_backend(pooled_model: tuple[Model, PooledBackend]) -> PooledBackend:
+    return pooled_model[1]
+
+
+@pytest.fixture
+def pooled_door(
+    pooled_model: tuple[Model, PooledBackend], settings: Settings, runner: asyncio.Runner
+) -> InProcess:
+    return InProcess(create_app(settings, pooled_model[0]), runner)
 
 
 @pytest.fixture

@@ -20,12 +20,9 @@ import uvloop
 
 from engram_core.host_memory import PAGE_BYTES
 from service import bodies
-from service.app import create_app
-from service.settings import Settings
-from service.state import Model
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess, i32, i64, step_body
-from tests.service.pooled import BLOCK_BYTES, PooledBackend, pooled
+from tests.service.pooled import BLOCK_BYTES, PooledBackend
 from tests.service.talk import Talk, Wire, read_answer, talk_to
 from tests.service.test_fast_path import apply, code, once, post, request_of
 
@@ -37,26 +34,6 @@ BODY_BYTES = MAX_TOKENS * 2 * 64 * 2
 def uv_runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as made:
         yield made
-
-
-@pytest.fixture
-def device(model: Model) -> Iterator[tuple[Model, PooledBackend]]:
-    changed, backend = pooled(model)
-    yield changed, backend
-    backend.go_on.set()
-    changed.engine.close()
-
-
-@pytest.fixture
-def backend(device: tuple[Model, PooledBackend]) -> PooledBackend:
-    return device[1]
-
-
-@pytest.fixture
-def pooled_door(
-    device: tuple[Model, PooledBackend], settings: Settings, runner: asyncio.Runner
-) -> InProcess:
-    return InProcess(create_app(settings, device[0]), runner)
 
 
 @pytest.fixture
@@ -100,7 +77,7 @@ def without_epoch(answer: bytes, door: InProcess, session_id: str) -> bytes:
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_every_large_body_and_answer_lies_in_the_block(
     ask: Callable[..., bytes],
-    backend: PooledBackend,
+    pooled_backend: PooledBackend,
     session_id: str,
     pooled_door: InProcess,
     door: InProcess,
@@ -125,26 +102,26 @@ def test_every_large_body_and_answer_lies_in_the_block(
         assert without_epoch(answer, pooled_door, session_id) == without_epoch(
             other, door, session_id
         )
-    assert backend.in_place
-    assert all(backend.in_place)
-    assert backend.used_bytes == 0
+    assert pooled_backend.in_place
+    assert all(pooled_backend.in_place)
+    assert pooled_backend.used_bytes == 0
 
 
 def test_a_body_without_room_in_one_piece_is_refused_and_changes_nothing(
-    ask: Callable[..., bytes], backend: PooledBackend, session_id: str
+    ask: Callable[..., bytes], pooled_backend: PooledBackend, session_id: str
 ) -> None:
-    held = [backend.host_memory.buffer(PAGE_BYTES) for _ in range(BLOCK_BYTES // PAGE_BYTES)]
+    held = [pooled_backend.host_memory.buffer(PAGE_BYTES) for _ in range(BLOCK_BYTES // PAGE_BYTES)]
     del held[::2]
     assert code(ask(once(apply(session_id, MAX_TOKENS)))) == (429, "overloaded")
     assert code(ask(once(kv(session_id)))) == (429, "overloaded")
     del held
     assert ask(once(apply(session_id, MAX_TOKENS))).startswith(b"HTTP/1.1 200 ")
-    assert backend.used_bytes == 0
+    assert pooled_backend.used_bytes == 0
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_refused_body_is_free_at_once(
-    ask: Callable[..., bytes], backend: PooledBackend, session_id: str, is_fast: bool
+    ask: Callable[..., bytes], pooled_backend: PooledBackend, session_id: str, is_fast: bool
 ) -> None:
     """The refusal, or what it was raised among, keeps no frame that has the body."""
     residual = torch.zeros((MAX_TOKENS, 2, 64))
@@ -158,7 +135,7 @@ def test_a_refused_body_is_free_at_once(
     }
     for name, request in refused.items():
         assert code(ask(once(request), is_fast=is_fast))[1] == name
-        assert backend.used_bytes == 0, name
+        assert pooled_backend.used_bytes == 0, name
 
 
 def vanish(writer: asyncio.StreamWriter) -> None:
@@ -168,11 +145,11 @@ def vanish(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def leave_while_it_is_written(request: bytes, backend: PooledBackend) -> Talk:
+def leave_while_it_is_written(request: bytes, pooled_backend: PooledBackend) -> Talk:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        backend.go_on.clear()
+        pooled_backend.go_on.clear()
         writer.write(request)
-        await asyncio.to_thread(backend.is_writing.wait, 30)
+        await asyncio.to_thread(pooled_backend.is_writing.wait, 30)
         vanish(writer)
         return b""
 
@@ -181,47 +158,47 @@ def leave_while_it_is_written(request: bytes, backend: PooledBackend) -> Talk:
 
 @pytest.mark.parametrize("output", ["residual", "kv", "rows"])
 def test_what_a_device_still_writes_is_given_to_nobody(
-    ask: Callable[..., bytes], backend: PooledBackend, session_id: str, output: str
+    ask: Callable[..., bytes], pooled_backend: PooledBackend, session_id: str, output: str
 ) -> None:
     request = apply(session_id, MAX_TOKENS) if output == "residual" else kv(session_id, output)
-    ask(leave_while_it_is_written(request, backend))
-    pieces = backend.host_memory.pieces
+    ask(leave_while_it_is_written(request, pooled_backend))
+    pieces = pooled_backend.host_memory.pieces
     held = pieces.used_bytes
     assert held >= BODY_BYTES
     rest = [pieces.take(PAGE_BYTES) for _ in range((BLOCK_BYTES - held) // PAGE_BYTES)]
     assert all(piece is not None for piece in rest)
     assert pieces.take(PAGE_BYTES) is None
     del rest
-    backend.go_on.set()
+    pooled_backend.go_on.set()
 
 
 def test_it_is_free_once_the_device_has_written_it(
-    ask: Callable[..., bytes], backend: PooledBackend, session_id: str
+    ask: Callable[..., bytes], pooled_backend: PooledBackend, session_id: str
 ) -> None:
-    ask(leave_while_it_is_written(apply(session_id, MAX_TOKENS), backend))
-    backend.go_on.set()
+    ask(leave_while_it_is_written(apply(session_id, MAX_TOKENS), pooled_backend))
+    pooled_backend.go_on.set()
     assert ask(once(apply(session_id, MAX_TOKENS))).startswith(b"HTTP/1.1 200 ")
-    assert backend.used_bytes == 0
+    assert pooled_backend.used_bytes == 0
 
 
 def test_half_a_body_is_given_back_when_its_client_leaves(
-    ask: Callable[..., bytes], backend: PooledBackend, session_id: str
+    ask: Callable[..., bytes], pooled_backend: PooledBackend, session_id: str
 ) -> None:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(apply(session_id, MAX_TOKENS)[:-1])
         await writer.drain()
-        while not backend.host_memory.pieces.used_bytes:
+        while not pooled_backend.host_memory.pieces.used_bytes:
             await asyncio.sleep(0)
         vanish(writer)
         return b""
 
     ask(talk)
-    assert backend.used_bytes == 0
+    assert pooled_backend.used_bytes == 0
 
 
 def test_what_comes_behind_a_refusal_is_not_written_into_a_free_piece(
     ask: Callable[..., bytes],
-    backend: PooledBackend,
+    pooled_backend: PooledBackend,
     session_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,8 +208,8 @@ def test_what_comes_behind_a_refusal_is_not_written_into_a_free_piece(
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(request[:-BODY_BYTES])
         answer = await read_answer(reader)
-        assert backend.used_bytes == 0
-        taken = backend.host_memory.buffer(BLOCK_BYTES)
+        assert pooled_backend.used_bytes == 0
+        taken = pooled_backend.host_memory.buffer(BLOCK_BYTES)
         taken[:] = 7
         writer.write(b"\1" * BODY_BYTES)
         await reader.read()

@@ -3,68 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from service.app import create_app
-from service.settings import Settings
-from service.state import Model
 from service.transport import Connection
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess
-from tests.service.pooled import PooledBackend, pooled
+from tests.service.pooled import PooledBackend
 from tests.service.talk import Wire, read_answer, talk_to
 from tests.service.test_fast_path import apply
 
 
 @pytest.fixture
-def device(model: Model) -> Iterator[tuple[Model, PooledBackend]]:
-    changed, backend = pooled(model)
-    yield changed, backend
-    backend.go_on.set()
-    changed.engine.close()
-
-
-@pytest.fixture
-def backend(device: tuple[Model, PooledBackend]) -> PooledBackend:
-    return device[1]
-
-
-@pytest.fixture
-def busy_door(
-    device: tuple[Model, PooledBackend], settings: Settings, runner: asyncio.Runner
-) -> InProcess:
-    return InProcess(create_app(settings, device[0]), runner)
-
-
-@pytest.fixture
-def request_(busy_door: InProcess) -> bytes:
+def request_(pooled_door: InProcess) -> bytes:
     """A read that ends when the backend may go on."""
-    session_id = busy_door.open()["session_id"]
-    busy_door.push(session_id, 0, [2] * MAX_TOKENS, ahead=False)
+    session_id = pooled_door.open()["session_id"]
+    pooled_door.push(session_id, 0, [2] * MAX_TOKENS, ahead=False)
     return apply(session_id, MAX_TOKENS)
 
 
 @pytest.fixture
-def ask(busy_door: InProcess, runner: asyncio.Runner) -> Callable[..., bytes]:
-    return lambda talk, **how: runner.run(talk_to(busy_door, talk, Wire(), **how))
+def ask(pooled_door: InProcess, runner: asyncio.Runner) -> Callable[..., bytes]:
+    return lambda talk, **how: runner.run(talk_to(pooled_door, talk, Wire(), **how))
 
 
 def test_health_is_answered_while_a_batch_takes_long(
-    ask: Callable[..., bytes], busy_door: InProcess, backend: PooledBackend, request_: bytes
+    ask: Callable[..., bytes],
+    pooled_door: InProcess,
+    pooled_backend: PooledBackend,
+    request_: bytes,
 ) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        backend.go_on.clear()
+        pooled_backend.go_on.clear()
         writer.write(request_)
-        assert await asyncio.to_thread(backend.is_writing.wait, 30)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(busy_door.app)) as client:
+        assert await asyncio.to_thread(pooled_backend.is_writing.wait, 30)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(pooled_door.app)) as client:
             for path in ("/livez", "/readyz", "/metrics", "/v1/info"):
                 assert (await client.get(f"http://localhost{path}")).status_code == 200
-        assert not backend.go_on.is_set()
-        backend.go_on.set()
+        assert not pooled_backend.go_on.is_set()
+        pooled_backend.go_on.set()
         return await read_answer(reader)
 
     assert ask(talk).startswith(b"HTTP/1.1 200 ")
@@ -73,8 +53,8 @@ def test_health_is_answered_while_a_batch_takes_long(
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_no_idle_timer_runs_beside_a_request(
     ask: Callable[..., bytes],
-    busy_door: InProcess,
-    backend: PooledBackend,
+    pooled_door: InProcess,
+    pooled_backend: PooledBackend,
     request_: bytes,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -95,16 +75,16 @@ def test_no_idle_timer_runs_beside_a_request(
         for _ in range(2):
             while not lines or lines[0].timeout_keep_alive_task is None:
                 await asyncio.sleep(0)
-            backend.go_on.clear()
-            backend.is_writing.clear()
+            pooled_backend.go_on.clear()
+            pooled_backend.is_writing.clear()
             writer.write(request_[:-9])
-            while not busy_door.state.pool_bytes:
+            while not pooled_door.state.pool_bytes:
                 await asyncio.sleep(0)
             assert lines[0].timeout_keep_alive_task is None
             writer.write(request_[-9:])
-            assert await asyncio.to_thread(backend.is_writing.wait, 30)
+            assert await asyncio.to_thread(pooled_backend.is_writing.wait, 30)
             assert lines[0].timeout_keep_alive_task is None
-            backend.go_on.set()
+            pooled_backend.go_on.set()
             answer = await read_answer(reader)
             assert answer.startswith(b"HTTP/1.1 200 ")
         return answer
