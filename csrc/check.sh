@@ -4,10 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/cuda
-cmake -S csrc -B build/cpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DENGRAM_STRICT=ON >/dev/null
+cmake --fresh -S csrc -B build/cpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DENGRAM_STRICT=ON >/dev/null
 cmake --build build/cpu --target engram_cpu
 architectures="80;90a;100f;120a;121a"
-cmake -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+cmake --fresh -S csrc -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DENGRAM_ARCHITECTURES="$architectures" >/dev/null
 if ! cmake --build "$build" --clean-first >"$build/log.txt" 2>&1; then
   grep -E "error|warning|FAILED" "$build/log.txt"
