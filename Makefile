@@ -5,14 +5,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-SOURCES := engram_core engram_client service proto tests benchmarks examples
+SOURCES := engram_core engram_client service tests benchmarks examples
 
-.PHONY: setup demo test faults check fix openapi proto kernels test-gpu machine bench clean
+.PHONY: setup demo test faults check fix openapi kernels test-gpu machine bench clean
 
 setup: $(STAMP)
 
 # One pinned set of versions (constraints.txt); torch first, so that its pin decides which build.
-$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/cpu/*)
+$(STAMP): pyproject.toml constraints.txt proto/engram.proto csrc/CMakeLists.txt $(wildcard csrc/cpu/*)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: run make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -41,10 +41,6 @@ fix: $(STAMP)
 
 openapi: $(STAMP)
 	$(BIN)/python -m service.documents
-
-# The Python side of proto/engram.proto, committed; a test compares it.
-proto: $(STAMP)
-	$(BIN)/python proto/generate.py
 
 # Compiles csrc, the kernels for every architecture, with warnings and register spills as errors
 # (needs nvcc 13).

@@ -57,7 +57,7 @@ PATH=$work/tools/bin:$PATH
 install_locked "$work/tools/bin/python" "$root/docker/locks/build-$machine.txt" --no-compile
 
 mkdir "$work/source" "$work/dist"
-for part in pyproject.toml README.md csrc engram_core engram_client service; do
+for part in pyproject.toml README.md csrc proto engram_core engram_client service; do
   cp -R "$root/$part" "$work/source/"
 done
 command -v g++ >/dev/null || die "expected g++, which compiles the gate; install it"
@@ -82,6 +82,8 @@ fi
 import sys
 from engram_core.backends.cpu import find_library
 sys.exit(find_library() is None)') || die "the CPU library was not built"
+(cd / && "$PREFIX/bin/python" -c 'import engram_client.proto.engram_pb2_grpc') ||
+  die "the stubs of proto/engram.proto were not built"
 if [ "$target" = cuda ]; then
   (cd / && "$PREFIX/bin/python" -c '
 from engram_core.backends.native import Native
