@@ -32,6 +32,8 @@ for size in re.findall(r"(\d+) bytes spill stores", log):
 for size in re.findall(r"(\d+) bytes smem", log):
     if int(size) > 48 * 1024:
         failures.append(f"{size} bytes of static shared memory")
+if "Potential Performance Loss" in log:
+    failures.append("ptxas makes wgmma wait for each step (see its notes in the log)")
 kernels = len(re.findall(r"Compiling entry function", log))
 print(f"{kernels} kernels over {len(architectures)} architectures, {len(library) / 1e6:.1f} MB")
 if failures:
