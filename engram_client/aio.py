@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engram_client import verbs
 from engram_client.arrays import Array
 from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE, not_connected
+from engram_client.direct import MORE, OTHER, Answering, Ask, Direct, Plan
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import (
     EXPECT_ABOVE_BYTES,
@@ -48,17 +49,25 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._failure: EngramClientError | None = None
         self._is_paused = False
         self._changed = asyncio.Event()
+        self._answering = Answering()
+        self._asked: tuple[Ask, Plan] | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no subclass
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._asked is not None:
+            return self._answering.space
         if self._is_idle():
             return memoryview(bytearray(1))  # for a byte that nobody asked for
         assert self._reader is not None
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._asked is not None:
+            self._answered(nbytes, *self._asked)
+            return
         try:
             if self._is_idle():
                 raise ConnectionLost("bytes that nobody asked for")
@@ -67,6 +76,20 @@ class AsyncConnection(asyncio.BufferedProtocol):
         except EngramClientError as error:
             self._fail(error)
         self._changed.set()
+
+    def _answered(self, nbytes: int, ask: Ask, plan: Plan) -> None:
+        came = self._answering.received(nbytes, ask, plan)
+        if came == MORE:
+            return
+        self._asked = None
+        if came == OTHER:  # `finish` wants the rest
+            assert self._transport is not None
+            self._transport.pause_reading()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def eof_received(self) -> None:
         """Reuse nothing that the service has half-closed; the transport closes once it has sent."""
@@ -91,6 +114,40 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._fail(ConnectionLost("the connection was closed"))
         if self._transport is not None:
             self._transport.abort()
+
+    def can_ask(self, ask: Ask) -> bool:
+        """Tell whether a request can be made by `ask`: that of a device's tensor needs memory."""
+        return self.region is not None or not ask.kind.is_far
+
+    async def ask(self, ask: Ask, identity: str, fixed: bytes, timeout_s: float) -> None:
+        """Send one request and let its answer land; where it has not, `finish` goes on."""
+        plan = self._answering.begin(ask, identity, fixed, self.region)
+        head = ask.line + plan.tail
+        if plan.place is not None:
+            ask.put(plan.place)
+        loop = asyncio.get_running_loop()
+        self._asked, self._waiter = (ask, plan), loop.create_future()
+        self._write(head if plan.place is not None else b"".join((head, ask.body)))
+        late = loop.call_later(timeout_s, self._fail, ConnectionLost("no whole answer in time"))
+        try:
+            if self._failure is None:
+                await self._waiter
+        finally:
+            late.cancel()
+            self._asked = self._waiter = None
+
+    async def finish(self, request: Request) -> Response:
+        """Go on with the request that `ask` has begun. Raises ConnectionLost, BadAnswer."""
+        if self._failure is not None:
+            raise self._failure
+        region = self.region if can_share(request) else None
+        self._reader = reader = ResponseReader(request if region is None else region.bare(request))
+        reader.take(self._answering.unread)
+        assert self._transport is not None
+        self._transport.resume_reading()
+        while reader.response is None:
+            await self._change()
+        return reader.response if region is None else region.collect(request, reader.response)
 
     async def exchange(self, request: Request, fixed: bytes) -> Response:
         """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
@@ -155,6 +212,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def _fail(self, error: EngramClientError) -> None:
         self._failure = self._failure or error
         self._changed.set()
+        self._wake()
 
 
 class AsyncConnectionPool:
@@ -182,21 +240,56 @@ class AsyncConnectionPool:
         """Send one request to its address. Raises ConnectionLost, BadAnswer."""
         wants_memory = self._shares_memory[request.replica] and can_share(request)
         connection = await self._take(request.replica, wants_memory=wants_memory)
+        coming = connection.exchange(request, self._fixed[request.replica])
+        return await self._take_answer(connection, request.replica, coming)
+
+    async def ask(self, ask: Ask, identity: str) -> AsyncConnection | None:
+        """Make a request at once, if a connection is ready for it. Where the answer has not landed
+        then, `finish` goes on with the connection returned."""
+        replica = ask.replica
+        connection = self._pop(replica, wants_memory=self._shares_memory[replica])
+        if connection is None:
+            return None
+        if connection.can_ask(ask):
+            try:
+                await connection.ask(ask, identity, self._fixed[replica], self._timeout_s)
+            except BaseException:
+                connection.close()
+                raise
+            if not ask.is_landed:
+                return connection
+        self._give(replica, connection)
+        return None
+
+    async def finish(self, connection: AsyncConnection, request: Request) -> Response:
+        """Go on with a request that `ask` has begun. Raises ConnectionLost, BadAnswer."""
+        coming = connection.finish(request)
+        return await self._take_answer(connection, request.replica, coming)
+
+    async def _take_answer(
+        self, connection: AsyncConnection, replica: int, coming: Coroutine[Any, Any, Response]
+    ) -> Response:
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await connection.exchange(request, self._fixed[request.replica])
+                response = await coming
         except TimeoutError as error:
             connection.close()
             raise ConnectionLost("no whole answer in time") from error
         except BaseException:
             connection.close()
             raise
-        idle = self._idle[request.replica]
-        if response.keep_alive and len(idle) < MAX_IDLE:
-            idle.append(connection)
+        if response.keep_alive:
+            self._give(replica, connection)
         else:
             connection.close()
         return response
+
+    def _give(self, replica: int, connection: AsyncConnection) -> None:
+        idle = self._idle[replica]
+        if len(idle) < MAX_IDLE:
+            idle.append(connection)
+        else:
+            connection.close()
 
     def close(self) -> None:
         """Close what is idle."""
@@ -205,15 +298,22 @@ class AsyncConnectionPool:
                 connections.pop().close()
 
     async def _take(self, replica: int, *, wants_memory: bool) -> AsyncConnection:
+        connection = self._pop(replica, wants_memory=wants_memory)
+        if connection is not None:
+            return connection
+        if wants_memory:
+            return await self._connect_sharing(replica)
+        return await self._connect(self._addresses[replica])
+
+    def _pop(self, replica: int, *, wants_memory: bool) -> AsyncConnection | None:
+        """Return an idle connection that is still open."""
         idle = self._idle[replica]
         while idle:
             connection = idle.pop()
             if connection.is_usable() and (connection.has_asked or not wants_memory):
                 return connection
             connection.close()
-        if wants_memory:
-            return await self._connect_sharing(replica)
-        return await self._connect(self._addresses[replica])
+        return None
 
     async def _connect_sharing(self, replica: int) -> AsyncConnection:
         """Connect to a Unix socket, and ask for shared memory before a loop has the connection."""
@@ -267,6 +367,28 @@ def _ask(path: str, fixed: bytes) -> tuple[socket.socket, Region | None, bool]:
     return sock, region, may_ask_again
 
 
+async def drive(effects: Effects[T], exchange: Callable[[Request], Awaitable[Response]]) -> T:
+    """Carry out the effects of one call."""
+    try:
+        effect = next(effects)
+        while True:
+            if isinstance(effect, Pause):
+                await asyncio.sleep(effect.seconds)
+                effect = effects.send(None)
+                continue
+            try:
+                response = await exchange(effect)
+            except EngramClientError as error:
+                effect = effects.throw(error)
+            else:
+                effect = effects.send(response)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        effects.close()
+
+
 class AsyncEngramClient:
     """`EngramClient` behind `await`, for one event loop."""
 
@@ -285,6 +407,7 @@ class AsyncEngramClient:
         check_transport(transport)
         setup = set_up(urls, api_key, owner, reconnect_s)
         self._protocol = setup.protocol
+        self._direct = Direct(setup.protocol)
         self._pool = AsyncConnectionPool(
             setup.addresses,
             setup.fixed,
@@ -346,26 +469,40 @@ class AsyncEngramClient:
         options = StepOptions(tuple(layers), output, stored, truncate, wait_ms, ahead)
         return await self._run(verbs.step(self._protocol, segments, options, residual, out))
 
-    async def _run(self, effects: Effects[T]) -> T:
-        """Carry out the effects of one call."""
+    async def _apply(
+        self,
+        state: SessionState,
+        layer: int,
+        residual: Array,
+        position: int | None,
+        out: Array | None,
+    ) -> Array:
+        ask = self._direct.ask(state, layer, residual, position, out)
+        begun = None if ask is None else await self._pool.ask(ask, self._protocol.identity)
+        if ask is not None and ask.is_landed:
+            return ask.result  # type: ignore[no-any-return]
+        effects = verbs.apply(self._protocol, state, layer, residual, position, out)
+        if ask is None or begun is None:
+            return await self._run(effects)
+        return await self._go_on(effects, ask, begun)
+
+    async def _go_on(self, effects: Effects[T], ask: Ask, connection: AsyncConnection) -> T:
+        """Carry out the effects of a call whose request was made already."""
+        begun = [connection]
+
+        async def exchange(request: Request) -> Response:
+            if begun and ask.is_of(request):
+                return await self._pool.finish(begun.pop(), request)
+            return await self._pool.exchange(request)
+
         try:
-            effect = next(effects)
-            while True:
-                if isinstance(effect, Pause):
-                    await asyncio.sleep(effect.seconds)
-                    effect = effects.send(None)
-                    continue
-                try:
-                    response = await self._pool.exchange(effect)
-                except EngramClientError as error:
-                    effect = effects.throw(error)
-                else:
-                    effect = effects.send(response)
-        except StopIteration as stop:
-            value: T = stop.value
-            return value
-        finally:
-            effects.close()
+            return await drive(effects, exchange)
+        finally:  # where a session was opened again meanwhile, the call is another
+            for left in begun:
+                left.close()
+
+    async def _run(self, effects: Effects[T]) -> T:
+        return await drive(effects, self._pool.exchange)
 
 
 class AsyncSession(SessionView):
@@ -408,9 +545,7 @@ class AsyncSession(SessionView):
         self, layer: int, residual: Array, position: int | None = None, *, out: Array | None = None
     ) -> Array:
         """Return the updated residual; see `Session.apply`."""
-        return await self._run(
-            verbs.apply(self._protocol, self.state, layer, residual, position, out)
-        )
+        return await self._client._apply(self.state, layer, residual, position, out)
 
     async def kv(
         self,

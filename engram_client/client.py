@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from engram_client import verbs
 from engram_client.arrays import Array
-from engram_client.connection import ConnectionPool
+from engram_client.connection import Connection, ConnectionPool
+from engram_client.direct import Ask, Direct
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import Request, Response
 from engram_client.problems import EngramClientError
@@ -77,6 +78,7 @@ class EngramClient:
         check_transport(transport)
         setup = set_up(urls, api_key, owner, reconnect_s)
         self._protocol = setup.protocol
+        self._direct = Direct(setup.protocol)
         self._pool = ConnectionPool(
             setup.addresses,
             setup.fixed,
@@ -151,6 +153,38 @@ class EngramClient:
     def _run(self, effects: Effects[T]) -> T:
         return drive(effects, self._pool.exchange, time.sleep)
 
+    def _apply(
+        self,
+        state: SessionState,
+        layer: int,
+        residual: Array,
+        position: int | None,
+        out: Array | None,
+    ) -> Array:
+        ask = self._direct.ask(state, layer, residual, position, out)
+        begun = None if ask is None else self._pool.ask(ask, self._protocol.identity)
+        if ask is not None and ask.is_landed:
+            return ask.result  # type: ignore[no-any-return]
+        effects = verbs.apply(self._protocol, state, layer, residual, position, out)
+        if ask is None or begun is None:
+            return self._run(effects)
+        return self._go_on(effects, ask, begun)
+
+    def _go_on(self, effects: Effects[T], ask: Ask, connection: Connection) -> T:
+        """Carry out the effects of a call whose request was made already."""
+        begun = [connection]
+
+        def exchange(request: Request) -> Response:
+            if begun and ask.is_of(request):
+                return self._pool.finish(begun.pop(), request)
+            return self._pool.exchange(request)
+
+        try:
+            return drive(effects, exchange, time.sleep)
+        finally:  # where a session was opened again meanwhile, the call is another
+            for connection in begun:
+                connection.close()
+
 
 class Session(SessionView):
     """One sequence: its ids live in the service and in this client."""
@@ -196,7 +230,7 @@ class Session(SessionView):
         self, layer: int, residual: Array, position: int | None = None, *, out: Array | None = None
     ) -> Array:
         """Return the updated residual [T, hc_mult, dim], by default of the newest T positions."""
-        return self._run(verbs.apply(self._protocol, self.state, layer, residual, position, out))
+        return self._client._apply(self.state, layer, residual, position, out)
 
     def kv(
         self,

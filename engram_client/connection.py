@@ -9,11 +9,12 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import threading
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from engram_client.direct import MORE, Answering, Ask
 from engram_client.http1 import (
     EXPECT_ABOVE_BYTES,
     EXPECT_WAIT_S,
@@ -45,13 +46,15 @@ class Connection:
         fixed: bytes,
         context: ssl.SSLContext | None,
         *,
+        timeout_s: float = 60.0,
         asks_memory: bool = False,
     ) -> None:
         """Connect. Raises ConnectionLost.
 
-        fixed: header lines of every request; asks_memory: ask for shared memory before the first
-            request that could use it
+        fixed: header lines of every request; timeout_s: of a request
+        asks_memory: ask for shared memory before the first request that could use it
         """
+        self._timeout_s = timeout_s
         self._fixed = fixed
         self.asks_memory = asks_memory
         self.is_refused_memory = False
@@ -60,11 +63,18 @@ class Connection:
             self._socket = _connect(address, context)
         except (OSError, ValueError) as error:
             raise not_connected(address, error) from error
-        self._socket.setblocking(False)
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._no_wait = 0 if self._is_tls else socket.MSG_DONTWAIT
+        self._socket.setblocking(not self._is_tls)
+        # `ask` waits in recv alone: one system call instead of three.
+        wait = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
         self._poll = select.poll()
         self._poll.register(self._socket, _READ)
         self._polled = _READ
-        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._answering = Answering()
+        self._unsent: list[memoryview] = []
+        self._fault: ConnectionLost | None = None
 
     def is_usable(self) -> bool:
         """Tell whether the other end has left an idle connection open and silent."""
@@ -73,6 +83,64 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    def can_ask(self, ask: Ask) -> bool:
+        """Tell whether a request can be made by `ask`: not over TLS, nor for a device's tensor
+        without shared memory."""
+        if self._is_tls or self.asks_memory:
+            return False
+        return self._region is not None or not ask.kind.is_far
+
+    def ask(self, ask: Ask, identity: str) -> None:
+        """Send one request and let its answer land; where it has not, `finish` goes on."""
+        answering = self._answering
+        plan = answering.begin(ask, identity, self._fixed, self._region)
+        head = ask.line + plan.tail
+        if plan.place is None:
+            buffers, num_bytes = (head, ask.body), len(head) + ask.kind.num_bytes
+        else:
+            ask.put(plan.place)
+            buffers, num_bytes = (head, b""), len(head)
+        self._unsent, self._fault = [], None
+        begun = time.monotonic()
+        try:
+            sent = self._socket.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+        except OSError:  # where that lasts, `finish` meets it too
+            sent = 0
+        if sent < num_bytes:
+            left = deque([memoryview(buffer) for buffer in buffers])
+            _advance(left, sent)
+            self._unsent = [*left]
+            return
+        sock = self._socket
+        try:
+            while answering.received(sock.recv_into(answering.space), ask, plan) == MORE:
+                if not self._wait(_READ, begun + self._timeout_s - time.monotonic()):
+                    raise BlockingIOError
+        except BlockingIOError:
+            self._fault = _lost(TimeoutError("no whole answer in time"))
+        except OSError as error:
+            self._fault = _lost(error)
+        except ConnectionLost as error:
+            self._fault = error
+
+    def finish(self, request: Request) -> Response:
+        """Go on with the request that `ask` has begun. Raises ConnectionLost, BadAnswer."""
+        if self._fault is not None:
+            raise self._fault
+        deadline = time.monotonic() + self._timeout_s
+        region = self._region if can_share(request) else None
+        reader = ResponseReader(request if region is None else region.bare(request))
+        reader.take(self._answering.unread)
+        try:
+            is_sent = not self._unsent or self._send(self._unsent, reader, deadline)
+            while reader.response is None:
+                self._receive(reader, deadline)
+        except OSError as error:
+            raise _lost(error) from error
+        if not is_sent:
+            reader.response.keep_alive = False
+        return reader.response if region is None else region.collect(request, reader.response)
 
     def exchange(self, request: Request, timeout_s: float) -> Response:
         """Send one request and return its answer. Raises ConnectionLost, BadAnswer."""
@@ -91,9 +159,9 @@ class Connection:
             try:
                 self._socket.settimeout(timeout_s)
                 self._region, may_ask_again = ask_for(self._socket, self._fixed, REGION_BYTES)
-                self._socket.setblocking(False)
+                self._socket.setblocking(True)
             except OSError as error:
-                raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+                raise _lost(error) from error
             self.is_refused_memory = not may_ask_again
         return self._region
 
@@ -104,7 +172,7 @@ class Connection:
             while reader.response is None:
                 self._receive(reader, deadline)
         except OSError as error:
-            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+            raise _lost(error) from error
         return reader.response
 
     def _send_all(self, request: Request, reader: ResponseReader, deadline: float) -> None:
@@ -151,7 +219,7 @@ class Connection:
     def _write(self, queue: deque[memoryview]) -> int:
         if self._is_tls:
             return self._socket.send(queue[0][:_SEND_BYTES])
-        return self._socket.sendmsg(queue)
+        return self._socket.sendmsg(queue, (), self._no_wait)
 
     def _receive(self, reader: ResponseReader, deadline: float) -> None:
         if not self._receive_once(reader, deadline):
@@ -161,7 +229,7 @@ class Connection:
         """Receive what there is; False if nothing came until the deadline (0: now)."""
         while True:
             try:
-                reader.received(self._socket.recv_into(reader.buffer()))
+                reader.received(self._socket.recv_into(reader.buffer(), 0, self._no_wait))
                 return True
             except (BlockingIOError, ssl.SSLWantReadError):
                 wanted = _READ
@@ -198,7 +266,6 @@ class ConnectionPool:
         self._timeout_s = timeout_s
         self._context = context
         self._idle: list[deque[Connection]] = [deque() for _ in addresses]
-        self._lock = threading.Lock()
 
     def exchange(self, request: Request) -> Response:
         """Send one request to its address. Raises ConnectionLost, BadAnswer."""
@@ -210,42 +277,80 @@ class ConnectionPool:
             raise
         if connection.is_refused_memory:
             self._shares_memory[request.replica] = False  # it is not offered there
-        if response.keep_alive:
-            self._give(request.replica, connection)
-        else:
+        self._keep(request.replica, connection, response)
+        return response
+
+    def ask(self, ask: Ask, identity: str) -> Connection | None:
+        """Make a request at once, if a connection is ready for it. Where the answer has not landed
+        then, `finish` goes on with the connection returned."""
+        connection = self._pop(ask.replica)
+        if connection is None:
+            return None
+        if connection.can_ask(ask):
+            try:
+                connection.ask(ask, identity)
+            except BaseException:
+                connection.close()
+                raise
+            if not ask.is_landed:
+                return connection
+        self._give(ask.replica, connection)
+        return None
+
+    def finish(self, connection: Connection, request: Request) -> Response:
+        """Go on with a request that `ask` has begun. Raises ConnectionLost, BadAnswer."""
+        try:
+            response = connection.finish(request)
+        except BaseException:
             connection.close()
+            raise
+        self._keep(request.replica, connection, response)
         return response
 
     def close(self) -> None:
         """Close what is idle."""
-        with self._lock:
-            idle = [connection for connections in self._idle for connection in connections]
-            for connections in self._idle:
-                connections.clear()
-        for connection in idle:
-            connection.close()
+        for idle in self._idle:
+            while idle:
+                idle.pop().close()
 
     def _take(self, replica: int) -> Connection:
-        while True:
-            with self._lock:
-                connection = self._idle[replica].pop() if self._idle[replica] else None
-            if connection is None:
-                return Connection(
-                    self._addresses[replica],
-                    self._fixed[replica],
-                    self._context,
-                    asks_memory=self._shares_memory[replica],
-                )
+        return self._pop(replica) or Connection(
+            self._addresses[replica],
+            self._fixed[replica],
+            self._context,
+            timeout_s=self._timeout_s,
+            asks_memory=self._shares_memory[replica],
+        )
+
+    def _pop(self, replica: int) -> Connection | None:
+        """Return an idle connection that is still open."""
+        idle = self._idle[replica]
+        while idle:
+            try:
+                connection = idle.pop()
+            except IndexError:  # another thread was faster
+                break
             if connection.is_usable():
                 return connection
             connection.close()
+        return None
+
+    def _keep(self, replica: int, connection: Connection, response: Response) -> None:
+        if response.keep_alive:
+            self._give(replica, connection)
+        else:
+            connection.close()
 
     def _give(self, replica: int, connection: Connection) -> None:
-        with self._lock:
-            if len(self._idle[replica]) < MAX_IDLE:
-                self._idle[replica].append(connection)
-                return
-        connection.close()
+        idle = self._idle[replica]
+        if len(idle) < MAX_IDLE:  # threads at the same time may make it a few more
+            idle.append(connection)
+        else:
+            connection.close()
+
+
+def _lost(error: OSError) -> ConnectionLost:
+    return ConnectionLost(f"{type(error).__name__}: {error}")
 
 
 def not_connected(address: Address, error: Exception) -> ConnectionLost:

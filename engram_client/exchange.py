@@ -216,6 +216,23 @@ class Exchange:
         _, facts = yield from self.call([], build, self._note_info, learns=False)
         return facts
 
+    @property
+    def identity(self) -> str:
+        """The table's, as every request names it; facts are known."""
+        assert self._identity is not None
+        return self._identity
+
+    def is_one_request(self, state: SessionState, kind: str, count: int) -> bool:
+        """Tell whether a read of `count` positions is one request, with nothing to do before it."""
+        facts = self._facts.get(self.replica)
+        return (
+            facts is not None
+            and state.replica == self.replica
+            and state.unsettled is None
+            and not state.is_closed
+            and 0 < count <= self._piece.get(kind, facts.max_tokens)
+        )
+
     def _learn(self, replica: int) -> Effects[None]:
         if replica not in self._facts:
             response = yield from self._once(replica, Request("GET", "/v1/info"))

@@ -172,6 +172,17 @@ class ResponseReader:
                 f"{error.message}: expected {error.expected}, got {error.got}"
             ) from error
 
+    def take(self, data: memoryview) -> None:
+        """Take bytes that were received elsewhere. Raises as `received`."""
+        while data:
+            if self.response is not None:
+                raise BadAnswer(f"{len(data)} bytes behind the answer")
+            space = self.buffer()
+            count = min(len(space), len(data))
+            space[:count] = data[:count]
+            self.received(count)
+            data = data[count:]
+
     def _read_head(self) -> None:
         while (end := self._head.find(b"\r\n\r\n", 0, self._filled)) >= 0:
             status, headers = parse_head(bytes(self._head[:end]))

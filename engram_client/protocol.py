@@ -212,7 +212,7 @@ class EngramProtocol(Exchange):
                 return Request(
                     "POST",
                     _target(state, layer, f"residual?position={first + begin}"),
-                    _tensor_headers(part),
+                    tensor_headers(part.dtype, part.shape),
                     [part.data],
                     sink=_into(into),
                     max_answer_bytes=max(part.data.nbytes, 1),
@@ -409,11 +409,12 @@ def _target(state: SessionState, layer: int, rest: str) -> str:
     return f"/v1/sessions/{state.session_id}/layers/{layer}/{rest}&epoch={state.epoch}"
 
 
-def _tensor_headers(view: TensorView) -> list[tuple[str, str]]:
+def tensor_headers(dtype: str, shape: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the headers of a body that is one tensor."""
     return [
         ("Content-Type", wire.TENSOR_MEDIA),
-        (wire.SHAPE, wire.format_shape(view.shape)),
-        (wire.DTYPE, view.dtype),
+        (wire.SHAPE, wire.format_shape(shape)),
+        (wire.DTYPE, dtype),
     ]
 
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from engram_client import wire
 from engram_client.far import FarBuffer
 from engram_client.http1 import Request, Response, ResponseReader, format_head
 from engram_client.problems import BadAnswer, ConnectionLost
+
+if TYPE_CHECKING:
+    import torch
 
 REGION_BYTES = 64 << 20
 """What is asked for: 512 tokens' residual is 20 MiB, their kv 25."""
@@ -51,9 +54,8 @@ class Region:
 
     def place(self, request: Request) -> Request | None:
         """Put a request's body here; None if it has no room. Returns what goes over the socket."""
-        end = -(-request.body_bytes // wire.ALIGNMENT) * wire.ALIGNMENT
-        room = len(self.memory) - end
-        if room < 0:
+        placed = self.head_of(request)
+        if placed is None:
             return None
         at = 0
         for buffer in request.body:
@@ -64,17 +66,39 @@ class Region:
             else:
                 place[:] = memoryview(buffer).cast("B")
             at += len(buffer)
+        return placed[0]
+
+    def head_of(self, request: Request) -> tuple[Request, int] | None:
+        """Return what goes over the socket of a request whose body lies here, and where its answer
+        may be put; None if there is no room."""
+        num_bytes = request.body_bytes
+        end = -(-num_bytes // wire.ALIGNMENT) * wire.ALIGNMENT
+        room = len(self.memory) - end
+        if room < 0:
+            return None
         headers = [*request.headers, (wire.SHARED_ANSWER, f"{end},{room}")]
         if request.method == "POST":
-            headers.append((wire.SHARED_BODY, f"0,{at}"))
+            headers.append((wire.SHARED_BODY, f"0,{num_bytes}"))
         # The sink is filled from here; what comes over the socket is the answer's small parts.
-        return Request(
+        head = Request(
             request.method,
             request.target,
             headers,
             max_answer_bytes=request.max_answer_bytes,
             replica=request.replica,
         )
+        return head, end
+
+    @staticmethod
+    def bare(request: Request) -> Request:
+        """Return what the answer of a request that was placed here is read by."""
+        return Request(request.method, request.target, max_answer_bytes=request.max_answer_bytes)
+
+    def tensor(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a part as a tensor of bytes, uint8 [num_bytes], for copies of a device."""
+        self._pin()
+        part: torch.Tensor = sys.modules["torch"].from_numpy(self._array)
+        return part[offset : offset + num_bytes]
 
     def _pin(self) -> None:
         """Let this process's GPU copy here at full speed, where its driver does that."""

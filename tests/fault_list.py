@@ -15,6 +15,7 @@ MACHINE = "tests/laws/test_machine.py"
 ENGINE = "tests/laws/test_engine_laws.py"
 STORE = "tests/laws/test_store_laws.py"
 REQUESTS = "tests/refusals/test_requests.py"
+CLIENT_DIRECT = "tests/unit/test_client_direct.py"
 CLIENT = "tests/unit/test_client_protocol.py"
 NATIVE = "tests/native/test_formats.py"
 ARRANGED = "tests/native/test_arranged.py"
@@ -788,6 +789,27 @@ FAULTS = (
         "if dead is None else dead.cpu().numpy()",
         "",
         "tests/unit/test_local.py",
+    ),
+    fault(
+        "client-takes-any-answer-to-a-residual",
+        "engram_client/direct.py",
+        "            if told != plan.answer:\n",
+        "            if told[2] is not None:\n",
+        CLIENT_DIRECT,
+    ),
+    fault(
+        "client-asks-at-once-while-in-doubt",
+        "engram_client/exchange.py",
+        "            and state.unsettled is None\n            and not",
+        "            and not",
+        CLIENT_DIRECT,
+    ),
+    fault(
+        "client-goes-on-with-another-request",
+        "engram_client/direct.py",
+        "        return request.replica == self.replica and line.encode() == self.line\n",
+        "        return request.replica == self.replica and len(line) > 0\n",
+        CLIENT_DIRECT,
     ),
     # ------------------------------------------------------------------ kernels' formats and hash
     fault(

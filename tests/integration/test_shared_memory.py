@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from engram_client import EngramClient, Segment, shared, wire
+from engram_client.direct import Direct
+from engram_client.exchange import Exchange
 from tests.integration.server import Server, running
 
 REGION_BYTES = 256 << 10
@@ -72,6 +74,32 @@ def test_the_client_finds_it_and_gets_what_the_socket_gives(
         got = ask(client)
     assert regions == [REGION_BYTES]
     assert got == expected
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("transport", ["auto", "socket"])
+def test_residuals_are_asked_for_without_the_protocol(
+    sharing: Server, monkeypatch: pytest.MonkeyPatch, transport: Any, is_far: bool
+) -> None:
+    for module in ("arrays", "far"):
+        monkeypatch.setattr(f"engram_client.{module}.is_far", lambda _: is_far)
+    with EngramClient(f"unix:{sharing.uds}", transport=transport) as client:
+        session = client.open_session()
+        session.push([2, 3, 4] * 20)
+        session.kv(1, 0, 60)
+        for count in (1, 16, 60):
+            x = residual(count)
+            with monkeypatch.context() as without:
+                without.setattr(Direct, "ask", lambda *_: None)
+                want = session.apply(1, x)
+            with monkeypatch.context() as alone:
+                if transport == "auto" or not is_far:
+                    alone.setattr(Exchange, "call", lambda *_: pytest.fail("the protocol"))
+                got = [session.apply(1, x), session.apply(1, x.clone(), 60 - count)]
+                got += [session.apply(1, x, out=torch.empty_like(x))]
+                got += [session.apply(1, (same := x.clone()), out=same)]
+            assert all(torch.equal(each, want) for each in got)
+        session.close()
 
 
 def test_regions_of_clients_that_left_are_given_to_others(

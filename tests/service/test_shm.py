@@ -588,7 +588,8 @@ def test_tensors_on_a_device_give_the_same(
     serve: Any, shared_door: InProcess, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     expected = serve(shared_door, lambda url: converse(url, "socket"))
-    monkeypatch.setattr("engram_client.arrays.is_far", lambda _: True)
+    for module in ("arrays", "far"):
+        monkeypatch.setattr(f"engram_client.{module}.is_far", lambda _: True)
     assert serve(shared_door, lambda url: converse(url, transport)) == expected
 
 

@@ -1,0 +1,257 @@
+"""Residual reads of sessions that are open and settled: one head, one answer, no generators.
+
+What a runner asks for most, for every token and layer. The request is the protocol's to the byte.
+Whatever is unusual before it is sent is left to the protocol (`Direct.ask` returns None); so is
+every answer but the ordinary one, with what was received of it (`Answering`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from typing import Any
+
+import numpy as np
+
+from engram_client import far, wire
+from engram_client.http1 import Request, format_head
+from engram_client.problems import ConnectionLost
+from engram_client.protocol import EngramProtocol, tensor_headers
+from engram_client.shared import Region
+from engram_client.state import SessionState
+
+MAX_BYTES = 128 << 10
+"""Of a residual: the kernel takes as much at once, and the copy of its answer, which is received
+whole before it lands (maybe in the memory that was sent), costs less than another call."""
+
+MAX_KINDS = 256
+"""Kinds of tensors remembered; then all are forgotten."""
+
+MORE, DONE, OTHER = range(3)
+"""Of an answer: some of it is to come; all has landed; it is not the ordinary one."""
+
+_HEAD_BYTES = 4 << 10  # more than any head that `_ANSWER` finds has
+_ANSWER = re.compile(
+    rb"HTTP/1\.1 200 OK\r\ndate: [ -~]{29}\r\ncontent-type: application/octet-stream\r\n"
+    rb"x-engram-shape: ([0-9,]{1,99})\r\nx-engram-dtype: ([A-Z0-9]{1,9})\r\n"
+    rb"x-engram-length: [0-9]{1,19}\r\nx-engram-base: [0-9]{1,19}\r\n"
+    rb"x-engram-epoch: [0-9]{1,19}\r\n(?:x-engram-shared-answer: ([0-9,]{1,99})\r\n)?"
+    rb"content-length: ([0-9]{1,19})\r\n"
+    rb"x-request-id: [!-~]{1,99}\r\n(?:server-timing: [ -~]{1,999}\r\n)?\r\n"
+)
+"""The head of our service's answer to a residual and nothing but it, each header once."""
+
+Found = tuple[bytes | None, ...]
+"""What `_ANSWER` finds: shape, dtype, place in shared memory, length."""
+
+
+class Kind:
+    """Tensors of one dtype, shape and device. memory: their bytes as a type of ctypes"""
+
+    def __init__(self, tensor: Any, *, is_torch: bool) -> None:
+        none_of_it = tensor[:0].detach().cpu() if is_torch else tensor[:0]
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self.dtype_name = wire.as_view(none_of_it).dtype
+        self.num_bytes = wire.num_bytes((self.dtype_name, self.shape))
+        self.is_torch = is_torch
+        self.is_far = is_torch and far.is_far(tensor)
+        self.memory: Any = ctypes.c_ubyte * self.num_bytes
+
+    def is_residual(self) -> bool:
+        """Tell whether it could be a residual that is sent at once."""
+        is_known = self.dtype_name in ("BF16", "F32") and len(self.shape) == 3
+        return is_known and 0 < self.num_bytes <= MAX_BYTES
+
+    def new_like(self, tensor: Any) -> Any:
+        """Return a new tensor."""
+        if self.is_torch:
+            return tensor.new_empty(self.shape)
+        return np.empty(self.shape, self.dtype)
+
+    def bytes_of(self, tensor: Any) -> memoryview:
+        """Return a tensor's memory, which lives no longer than the tensor."""
+        if self.is_torch:  # a tenth of what a view as bytes takes
+            return memoryview(self.memory.from_address(tensor.data_ptr())).cast("B")
+        return tensor.reshape(-1).view(np.uint8).data  # type: ignore[no-any-return]
+
+
+class Plan:
+    """What the requests for tensors of one kind have in common on one connection.
+
+    tail: of a request's head, from the first header on; answer: what `_ANSWER` is to find
+    place: of the body in shared memory; places: of the answer there, by what `_ANSWER` finds
+    """
+
+    def __init__(self, kind: Kind, identity: str, fixed: bytes, region: Region | None) -> None:
+        told = wire.format_shape(kind.shape).encode(), kind.dtype_name.encode()
+        headers = [*tensor_headers(kind.dtype_name, kind.shape), (wire.TABLE, identity)]
+        request = Request("POST", "", headers, [bytes(kind.num_bytes)])
+        self.answer: Found = (*told, None, b"%d" % kind.num_bytes)
+        self.place: Any = None
+        self.places: dict[Found, Any] = {}
+        if region is not None and (placed := region.head_of(request)) is not None:
+            request, end = placed
+            for offset in (end, 0):  # an answer of its own, or the residual updated in place
+                if offset + kind.num_bytes <= len(region.memory):
+                    self.place = _part(region, offset, kind)
+                    self.places[(*told, b"%d,%d,0" % (offset, kind.num_bytes), b"0")] = self.place
+        self.tail = format_head(request, fixed).partition(b"\r\n")[2]
+
+
+def _part(region: Region, offset: int, kind: Kind) -> Any:
+    """Return a part of a region as bytes, for far tensors as one."""
+    if kind.is_far:
+        return region.tensor(offset, kind.num_bytes).view(kind.dtype).view(kind.shape)
+    return region.memory[offset : offset + kind.num_bytes]
+
+
+class Ask:
+    """One request. line: the first of its head; source: the caller's tensor; body: its bytes;
+    landing: where those of the answer go; result: the tensor they are. Far ones have no bytes."""
+
+    __slots__ = ("body", "is_landed", "kind", "landing", "line", "replica", "result", "source")
+
+    def __init__(self, kind: Kind, source: Any, result: Any) -> None:
+        self.kind, self.source, self.result = kind, source, result
+        self.body: Any = None
+        self.landing: Any = None
+        self.line, self.replica, self.is_landed = b"", 0, False
+        if not kind.is_far:
+            self.body, self.landing = kind.bytes_of(source), kind.bytes_of(result)
+
+    def is_of(self, request: Request) -> bool:
+        """Tell whether this is a request of the protocol's."""
+        line = f"{request.method} {request.target} HTTP/1.1\r\n"
+        return request.replica == self.replica and line.encode() == self.line
+
+    def put(self, place: Any) -> None:
+        """Put the body into shared memory."""
+        if self.body is None:
+            place.copy_(self.source)
+        else:
+            place[:] = self.body
+
+    def land(self, place: Any) -> None:
+        """Take the answer."""
+        if self.landing is None:
+            self.result.copy_(place)
+        else:
+            self.landing[:] = place
+        self.is_landed = True
+
+
+class Direct:
+    """Makes requests of calls, for one client."""
+
+    def __init__(self, protocol: EngramProtocol) -> None:
+        self._protocol = protocol
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+
+    def ask(
+        self, state: SessionState, layer: int, residual: Any, position: int | None, out: Any
+    ) -> Ask | None:
+        """Return the request of `Session.apply`; None where that is for the protocol to make."""
+        kind = self._kind_of(residual)
+        if kind is None:
+            return None
+        count = kind.shape[0]
+        first = state.history.length - count if position is None else position
+        if type(first) is not int or type(layer) is not int:
+            return None
+        if not self._protocol.is_one_request(state, "residual", count):
+            return None
+        if out is None:
+            out = kind.new_like(residual)
+        elif self._kind_of(out) is not kind or not (kind.is_torch or out.flags.writeable):
+            return None
+        ask = Ask(kind, residual, out)
+        ask.replica = state.replica
+        ask.line = b"POST /v1/sessions/%d/layers/%d/residual?position=%d&epoch=%d HTTP/1.1\r\n" % (
+            state.session_id,
+            layer,
+            first,
+            state.epoch,
+        )
+        return ask
+
+    def _kind_of(self, tensor: Any) -> Kind | None:
+        """Return the kind of a contiguous tensor, None for others and for what is no residual."""
+        if type(tensor) is np.ndarray:
+            is_plain = tensor.flags.c_contiguous
+            key: tuple[Any, ...] = tensor.dtype, tensor.shape
+        elif (torch := sys.modules.get("torch")) is not None and type(tensor) is torch.Tensor:
+            is_plain = tensor.is_contiguous() and not tensor.requires_grad
+            key = (tensor.dtype, tensor.shape, tensor.device)
+        else:
+            return None
+        if not is_plain:
+            return None
+        kind = self._kinds.get(key)
+        return self._new_kind(key, tensor) if kind is None else kind
+
+    def _new_kind(self, key: tuple[Any, ...], tensor: Any) -> Kind | None:
+        try:
+            kind = Kind(tensor, is_torch=len(key) == 3)
+        except (wire.WireError, IndexError):
+            return None
+        if not kind.is_residual():
+            return None
+        if len(self._kinds) >= MAX_KINDS:
+            self._kinds.clear()
+        return self._kinds.setdefault(key, kind)
+
+
+class Answering:
+    """Receives the answers of one connection: into `space`, told by `received`."""
+
+    def __init__(self) -> None:
+        self._scratch = bytearray(_HEAD_BYTES + MAX_BYTES)
+        self._view = memoryview(self._scratch)
+        self.space = self._view
+        self._begin, self._end, self._count = 0, 0, 0
+        self._plans: dict[Kind, Plan] = {}
+
+    def begin(self, ask: Ask, identity: str, fixed: bytes, region: Region | None) -> Plan:
+        """Make ready for an answer; return how to ask for it on this connection."""
+        self.space = self._view
+        self._end = self._count = 0
+        plan = self._plans.get(ask.kind)
+        if plan is None:
+            if len(self._plans) >= MAX_KINDS:
+                self._plans.clear()
+            plan = self._plans[ask.kind] = Plan(ask.kind, identity, fixed, region)
+        return plan
+
+    @property
+    def unread(self) -> memoryview:
+        """What was received of an answer that is not the ordinary one."""
+        return self._view[: self._count]
+
+    def received(self, count: int, ask: Ask, plan: Plan) -> int:
+        """Take note of bytes received into `space`: MORE, DONE or, at first, OTHER.
+
+        Raises ConnectionLost: at the end.
+        """
+        if not count:
+            raise ConnectionLost("the connection was closed before a whole answer came")
+        self._count = end = self._count + count
+        if not self._end:
+            found = _ANSWER.match(self._scratch, 0, end)
+            if found is None:
+                return OTHER
+            told, begin = found.groups(), found.end()
+            if told != plan.answer:
+                place = plan.places.get(told)
+                if place is None or begin != end:
+                    return OTHER
+                ask.land(place)
+                return DONE
+            self._begin, self._end = begin, begin + ask.kind.num_bytes
+            if ask.landing is None or end > self._end:
+                return OTHER
+        if end < self._end:
+            self.space = self._view[end : self._end]
+            return MORE
+        ask.land(self._view[self._begin : end])
+        return DONE
