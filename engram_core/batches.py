@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engram_core.backends.base import Backend
+from engram_core.backends.base import Backend, NearBatches
 from engram_core.engine_types import Output
 from engram_core.errors import Overloaded
 from engram_core.hashing import hash_windows
@@ -24,14 +25,22 @@ class KvBatches:
 
     merge_tokens: small answers are made in one call of the backend, up to so many tokens; larger
         ones each on their own, without a copy
+    near: what the asking thread's batches run on; None: on the backend itself
     """
 
     def __init__(
-        self, backend: Backend, store: KvStore, merge_tokens: int, clock: StageClock
+        self,
+        backend: Backend,
+        store: KvStore,
+        merge_tokens: int,
+        clock: StageClock,
+        near: NearBatches | None = None,
     ) -> None:
         self.counts = BatchCounts()
         self._clock = clock
         self._backend = backend
+        self._near = near
+        self._gates: Backend | NearBatches = near or backend
         self._store = store
         self._merge_tokens = merge_tokens
 
@@ -54,15 +63,43 @@ class KvBatches:
         self.counts.begin(batch)
         self._answer(batch, slots)
 
+    def run_now(self, batch: list[Piece]) -> bool:
+        """As `run`, on what `near` is; False, and nothing done, if that would take long.
+
+        batch: of windows, at most 64 tokens; its jobs are told nothing yet
+        """
+        near, layer = self._near, batch[0].layer
+        assert near is not None
+        with self._clock.measure("store", batch):
+            windows, tenants = _windows_of(batch)
+            is_begun = False
+
+            def fill(slots: list[int], tokens: list[int]) -> bool:
+                nonlocal is_begun
+                is_begun = near.project(layer, slots, windows[tokens])
+                return is_begun
+
+            lease = self._store.lease_now(layer, tenants, windows, fill)
+            if lease is not None and not near.is_ready(lease.slots):
+                if is_begun:
+                    near.wait()
+                self._store.release(lease)
+                lease = None
+        if lease is None:
+            return False
+        try:
+            self.counts.begin(batch)
+            self._answer(batch, lease.slots)
+        finally:
+            self._store.release(lease)
+        return True
+
     @contextmanager
     def _lease(self, pieces: list[Piece]) -> Iterator[Lease]:
         """Pin the entries of windows, computing those that are missing."""
         layer = pieces[0].layer
         with self._clock.measure("store", pieces):
-            windows = np.concatenate(
-                [piece.windows for piece in pieces if piece.windows is not None]
-            )
-            tenants = np.repeat(*_per_piece(pieces, [piece.job.tenant for piece in pieces]))
+            windows, tenants = _windows_of(pieces)
             lease = self._store.acquire(layer, tenants, windows)
             try:
                 if len(lease.compute):
@@ -121,12 +158,12 @@ class KvBatches:
                 merged = tensors[0] if len(run) == 1 else self._merged(tensors, len(slots))
                 if len(run) > 1:
                     torch.cat(tensors, out=merged)
-                self._backend.gate(layer, slots, dead, merged, merged)
+                self._gates.gate(layer, slots, dead, merged, merged)
                 _scatter(merged, tensors)
         else:
             with self._clock.measure("read_kv", pieces):
                 merged = tensors[0] if len(run) == 1 else self._merged(tensors, len(slots))
-                self._backend.read_kv(layer, slots, dead, merged)
+                self._gates.read_kv(layer, slots, dead, merged)
                 _scatter(merged, tensors)
 
     def _merged(self, tensors: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
@@ -168,8 +205,13 @@ class RowBatches:
             piece.job.finish_piece()
 
 
-def _per_piece(pieces: list[Piece], values: list[int]) -> tuple[Ints, list[int]]:
-    return np.array(values, dtype=np.int64), [piece.num_tokens for piece in pieces]
+def _windows_of(pieces: list[Piece]) -> tuple[NDArray[np.int32], Ints]:
+    """Return windows int32 [T, max_ngram_size] and tenants int64 [T] of pieces that have some."""
+    windows = [piece.windows for piece in pieces if piece.windows is not None]
+    if len(windows) == 1:
+        return windows[0], np.full(len(windows[0]), pieces[0].job.tenant, dtype=np.int64)
+    tenants = np.array([piece.job.tenant for piece in pieces], dtype=np.int64)
+    return np.concatenate(windows), np.repeat(tenants, [piece.num_tokens for piece in pieces])
 
 
 def _runs(parts: list[tuple[Piece, Ints]], merge_tokens: int) -> Iterator[list[tuple[Piece, Ints]]]:

@@ -1,22 +1,22 @@
 """Residual reads of one session at a known position, in plain integers and one call of the gate.
 
-Only what is a plain success ends here; whatever is unusual (not pushed, another epoch, kv not in
-the store, too many tokens) is left to the general way (`steps.py`), which gives the same answer and
-says what is wrong. Arrays of one element cost ten times what the gate does
-(docs/notes/fast_path.md).
+Only what is a plain success ends here; whatever is unusual (not pushed, another epoch, too many
+tokens; kv not in the store, where this thread cannot make it) is left to the general way
+(`steps.py`), which gives the same answer and says what is wrong. Arrays of one element cost ten
+times what the gate does (docs/notes/fast_path.md).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
-from engram_core.backends.base import Backend
+from engram_core.backends.base import Backend, NearRead
+from engram_core.hashing import compress_few
 from engram_core.kv_store import KvStore
 from engram_core.near import Near
-from engram_core.sessions import SessionPool
-from engram_core.stages import BatchCounts, StageClock
+from engram_core.sessions import SessionPool, Spot
+from engram_core.stages import BatchCounts
 
 
 class OneRead(NamedTuple):
@@ -35,7 +35,11 @@ class OneRead(NamedTuple):
 
 
 class OneAnswer(NamedTuple):
-    """The session's state, which positions are dead (a byte each), the seconds of the gate."""
+    """The session's state, which positions are dead (a byte each), the seconds of the gate, with
+    what it waited for.
+
+    Whoever asked tells them: no stage clock does.
+    """
 
     length: int
     base: int
@@ -54,62 +58,82 @@ class DirectReads:
         backend: Backend,
         near: Near,
         counts: BatchCounts,
-        clock: StageClock,
     ) -> None:
         self._pool, self._store, self._backend, self._near = pool, store, backend, near
-        self._counts, self._clock = counts, clock
-        self._untold: list[float] = []
+        self._counts = counts
 
     def read(self, tenant: str, number: int, read: OneRead) -> OneAnswer | None:
         """Answer a read in place; None: nothing is changed, it takes the general way.
 
         number: the tenant's in the kv store
         """
-        near, gates = self._near, self._backend.near_reads
-        count, call_soon = read.num_tokens, near.call_soon
-        if not gates or call_soon is None or not 0 < count <= near.max_tokens:
+        layer = self._layer_of(read)
+        if layer is None:
             return None
-        if not near.is_mine:
+        count = read.num_tokens
+        spot = self._pool.spot(tenant, read.session_id, read.position, count, read.epoch)
+        return None if spot is None else self._gate(layer, spot, number, read)
+
+    def push(
+        self, tenant: str, number: int, read: OneRead, token_ids: list[int]
+    ) -> OneAnswer | None:
+        """Append ids to a session and answer the read of them in place; None: nothing is changed,
+        both take the general way."""
+        layer = self._layer_of(read)
+        if layer is None or len(token_ids) != read.num_tokens:
+            return None
+        ids = compress_few(token_ids, self._backend.hash_tables)
+        if ids is None:
+            return None
+        pool = self._pool
+        spot = pool.spot_behind(tenant, read.session_id, read.position, ids, read.epoch)
+        answer = None if spot is None else self._gate(layer, spot, number, read)
+        if spot is not None and answer is not None:
+            pool.append(spot, len(ids))
+        return answer
+
+    def _layer_of(self, read: OneRead) -> NearRead | None:
+        """Return what reads a layer here, None if nothing does."""
+        near, gates = self._near, self._backend.near_reads
+        count = read.num_tokens
+        if not gates or not 0 < count <= near.max_tokens or not near.is_mine:
             return None
         layer = gates[read.layer_index]
-        if count > layer.max_tokens:
-            return None
-        spot = self._pool.spot(tenant, read.session_id, read.position, count, read.epoch)
-        if spot is None:
-            return None
+        is_able = count <= layer.max_tokens and layer.reaches(
+            read.residual, count, is_f32=read.is_f32
+        )
+        return layer if is_able else None
+
+    def _gate(self, layer: NearRead, spot: Spot, number: int, read: OneRead) -> OneAnswer | None:
+        """Find or make the kv of positions, and gate them; None: nothing was done."""
+        count, store = read.num_tokens, self._store
         keys = layer.keys(spot.ids, spot.starts, spot.num_pages, number, read.position, count)
-        with self._store.lock:
-            slots = self._store.use_filled(keys)
-            if slots is None:
-                return None
+        failure = None
+        is_done = False
+        # Held until the slots are read: nobody gives them to another key, nor finds what is being
+        # made here.
+        with store.lock:
             begun_s = time.perf_counter()
-            failure = None
             try:
+                slots = store.use_filled(keys)
+                is_begun = slots is None and layer.can_project
+                if is_begun:
+                    slots = store.use_or_fill(keys, layer.project)
+                if slots is None:
+                    return None
                 is_done = layer.gate(slots, read.residual, is_f32=read.is_f32)
+                if is_begun and not is_done:
+                    layer.wait()
             except Exception as error:
                 failure = error
         if failure is not None:
-            near.fail(failure)
+            self._near.fail(failure)
             raise failure
         if not is_done:
             return None
         gate_s = time.perf_counter() - begun_s
-        self._note(count, gate_s, call_soon)
-        return OneAnswer(spot.length, spot.base, spot.epoch, layer.dead(count), gate_s)
-
-    def _note(
-        self, count: int, gate_s: float, call_soon: Callable[[Callable[[], None]], object]
-    ) -> None:
-        """Count a read; its stage is told once the answer is on its way."""
         counts = self._counts
         counts.num_batches += 1
         counts.num_tokens += count
         counts.largest_batch = max(counts.largest_batch, count)
-        if not self._untold:
-            call_soon(self._tell)
-        self._untold.append(gate_s)
-
-    def _tell(self) -> None:
-        untold, self._untold = self._untold, []
-        for gate_s in untold:
-            self._clock.late("gate", gate_s)
+        return OneAnswer(spot.length, spot.base, spot.epoch, layer.dead(count), gate_s)

@@ -105,7 +105,6 @@ class Engine:
             backend,
             self._scheduler.near,
             self._scheduler.near_counts,
-            self._scheduler.clock,
         )
         self._timer = DeadlineTimer(clock, self._end_waits)
 
@@ -244,6 +243,24 @@ class Engine:
             if self._is_closed or self._scheduler.failure is not None:
                 return None
             return self._direct.read(tenant, self._dispatch.number(tenant), read)
+
+    def push_residual(self, tenant: str, read: OneRead, token_ids: list[int]) -> OneAnswer | None:
+        """Append ids to one session and answer a residual read of them here and now, if both are
+        plain; None: they are not, nothing was changed, and `step` does it.
+
+        token_ids: as many as the read has tokens, from its position on
+        """
+        try:
+            with self._lock:
+                if self._is_closed or self._scheduler.failure is not None:
+                    return None
+                number = self._dispatch.number(tenant)
+                answer = self._direct.push(tenant, number, read, token_ids)
+                if answer is not None:
+                    self._steps.appended(tenant, read.session_id, len(token_ids))
+        finally:
+            self._steps.tell()
+        return answer
 
     # ---- life
 

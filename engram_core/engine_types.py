@@ -38,8 +38,7 @@ class EngineLimits:
 
     max_tokens: of one request and of one batch; chunk_tokens: largest piece of a batch
     near_tokens: largest read that the asking thread may run itself (0: none; needs a backend whose
-        gate and read_kv may run beside project); near_jobs: any, or (False) only those that
-        `Backend.near_reads` takes
+        gate and read_kv may run beside project, or that has `near_batches`)
     """
 
     max_tokens: int = 8192
@@ -49,7 +48,6 @@ class EngineLimits:
     ahead_tokens: int = 64
     chunk_tokens: int = 256
     near_tokens: int = 0
-    near_jobs: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.pages import Ints
+
+Fill = Callable[[list[int], list[int]], bool]
+"""Called with slots and the tokens they are for; False: nothing was done."""
 
 _REFILL = 16
 """1/16 of the store or more is queued for eviction at a time: a pass over all stamps (1.5 ms for
@@ -48,8 +52,9 @@ class KvStore:
     """The index of a fixed number of kv slots; thread-safe (`lock` guards it).
 
     `acquire` finds an entry from the moment its lease is made: one lane acquires, and whoever finds
-    it there runs after the projection that fills it. `find`, for other threads, finds only what is
-    filled. A batch of at most `num_slots` tokens always fits while no other lease is open.
+    it there runs after the projection that fills it. `find`, `use_filled` and `use_or_fill`, for
+    other threads, find only what is filled, and fill what they make before anybody else finds it.
+    A batch of at most `num_slots` tokens always fits while no other lease is open.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -101,6 +106,22 @@ class KvStore:
             self.counters.hits += len(keys)
         return Lease(slots, slots[:0])
 
+    def lease_now(
+        self, layer_index: int, tenants: Ints, windows: NDArray[np.int32], fill: Fill
+    ) -> Lease | None:
+        """Pin the entries of all tokens, making those that are missing (see `use_or_fill`).
+
+        tenants: int64 [T]; windows: int32 [T, max_ngram_size]
+        """
+        keys = keys_of(layer_index, tenants, windows)
+        with self.lock:
+            found = self.use_or_fill(keys, fill)
+            if found is None:
+                return None
+            slots = np.array(found, dtype=np.int64)
+            self._pins[np.unique(slots) if len(slots) > 1 else slots] += 1
+        return Lease(slots, slots[:0])
+
     def use_filled(self, keys: list[bytes]) -> list[int] | None:
         """As `find` by keys, without pins: the caller holds `lock` until it has read the slots."""
         slot_of, filled = self._slot_of, self._filled
@@ -119,6 +140,51 @@ class KvStore:
                 self._stamps[slot] = self._now
         self.counters.hits += len(slots)
         return slots
+
+    def use_or_fill(self, keys: list[bytes], fill: Fill) -> list[int] | None:
+        """As `use_filled`, making entries of what is missing; None, and no change, if another
+        thread is about to fill one, if there are no slots, or if `fill` says False.
+
+        fill: computes the kv of tokens (one of each key that is missing) into slots, before it
+            returns as far as anybody who may read them can tell
+        """
+        slot_of = self._slot_of
+        slots = [slot_of.get(key, -1) for key in keys]
+        tokens: list[int] = []
+        for token, slot in enumerate(slots):
+            if slot < 0:
+                tokens.append(token)
+            elif not self._filled[slot]:
+                return None
+        if not tokens:
+            return self.use_filled(keys)
+        num_missing = len(tokens)
+        if num_missing > 1:
+            first = {keys[token]: token for token in reversed(tokens)}
+            tokens = sorted(first.values())
+        hits = np.array([slot for slot in slots if slot >= 0], dtype=np.int64)
+        self._now += 1
+        self._stamps[hits] = self._now
+        self._pins[hits] += 1  # so that they are not evicted for the others
+        try:
+            fresh = self._take(len(tokens))
+        except MemoryError:
+            return None
+        finally:
+            self._pins[hits] -= 1
+        if not fill(fresh, tokens):
+            self._free += fresh
+            return None
+        for slot, token in zip(fresh, tokens, strict=True):
+            slot_of[keys[token]] = slot
+            self._key_of[slot] = keys[token]
+            self._filled[slot] = True
+            self._stamps[slot] = self._now
+        counters = self.counters
+        counters.hits += len(keys) - num_missing
+        counters.misses += len(tokens)
+        counters.duplicates += num_missing - len(tokens)
+        return [slot_of[key] for key in keys]
 
     def _acquire(self, keys: list[bytes]) -> Lease:
         found = map(self._slot_of.get, keys, repeat(-1))

@@ -3,6 +3,7 @@
 A lane costs two thread wake-ups and the interpreter's lock twice, 100 to 300 us on a machine that
 has other work; such a read costs 70 to 400 wherever it runs (docs/notes/fast_path.md). Nor need it
 wait for the projection a lane is busy with: its kv is filled, and pinned until it is answered.
+Where the backend lets this thread project, too (a GPU), kv that is missing is made here as well.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class _Found:
 class Near:
     """What came in one turn of its owner's event loop is one batch a layer.
 
-    max_tokens: of a read that is taken; 0 = none is; takes_jobs: others than direct reads, too
+    max_tokens: of a read that is taken; 0 = none is
     on_failure: told a backend's exception and the batch
+    to_lane: given the pieces of a job that this thread can do only later; None: it has no way of
+        making kv, and takes only what the store holds
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class Near:
         max_tokens: int,
         on_failure: Callable[[BaseException, list[Piece]], None],
         *,
-        takes_jobs: bool = True,
+        to_lane: Callable[[Job, list[Piece]], None] | None = None,
     ) -> None:
-        self._takes_jobs = takes_jobs
+        self._to_lane = to_lane
+        self._pieces: list[Piece] = []
         self._store = store
         self._batches = batches
         self.max_tokens = max_tokens
@@ -79,13 +83,14 @@ class Near:
         tokens = len(job.read) * len(job.layers)
         if (
             self.call_soon is None
-            or not self._takes_jobs
             or tokens > self.max_tokens
             or self._num_pinned + tokens > MAX_PINNED
             or job.output not in (Output.RESIDUAL, Output.KV)
             or not self.is_mine
         ):
             return False
+        if self._to_lane is not None:
+            return self._take_turn(job, tokens, self.call_soon)
         found = self._find(job)
         if not found:
             return False
@@ -103,6 +108,45 @@ class Near:
     def stop(self, error: EngramError) -> None:
         """Take no more work; what was taken and has not run fails with `error`."""
         self._stopped = error
+
+    def _take_turn(self, job: Job, tokens: int, call_soon: CallSoon) -> bool:
+        """Take a job for the end of this turn, whatever of its kv is missing."""
+        if job.read.windows is None or not tokens:
+            return False
+        pieces = list(job.pieces(self.max_tokens))
+        job.pieces_left = len(pieces)
+        self._num_pinned += tokens
+        if not self._pieces:
+            call_soon(self._run_turn)
+        self._pieces += pieces
+        return True
+
+    def _run_turn(self) -> None:
+        """Run what came in this turn, one batch a layer; what cannot be run now is for the lane."""
+        pieces, self._pieces, self._num_pinned = self._pieces, [], 0
+        left: dict[Job, list[Piece]] = {}
+        for layer in dict.fromkeys(piece.layer for piece in pieces):
+            batch = [p for p in pieces if p.layer == layer and p.job.is_wanted]
+            if self._stopped is not None:
+                for piece in batch:
+                    piece.job.fail(self._stopped)
+            elif batch and not self._run_now(batch):
+                for piece in batch:
+                    left.setdefault(piece.job, []).append(piece)
+        assert self._to_lane is not None
+        for job, some in left.items():
+            self._to_lane(job, some)
+
+    def _run_now(self, batch: list[Piece]) -> bool:
+        try:
+            if not self._batches.run_now(batch):
+                return False
+        except BaseException as error:  # whatever it was: nobody may be left waiting
+            self._on_failure(error, batch)
+            return True
+        for piece in batch:
+            piece.job.finish_piece()
+        return True
 
     def _find(self, job: Job) -> list[_Found]:
         """Pin the slots of every layer, or of none."""

@@ -102,6 +102,12 @@ class PagedIds:
         """Write ids: int32 [T] at rows, positions: int64 [T]."""
         self._ids[self._addresses(rows, positions)] = ids
 
+    def write_few(self, row: int, position: int, ids: list[int]) -> None:
+        """Write a few ids of one row, all in one page that it has."""
+        at = int(self._starts[row * self.pages_per_row + (position >> _SHIFT)])
+        at += position & (PAGE - 1)
+        self._ids[at : at + len(ids)] = ids
+
     def copy(self, source: int, target: int, pages: range) -> None:
         """Copy whole pages of a row to the pages another row has at the same positions."""
         index = np.arange(pages.start, pages.stop, dtype=np.int64)

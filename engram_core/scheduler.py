@@ -49,13 +49,14 @@ class Scheduler:
         self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
         self.clock = backend.observer = StageClock()
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
-        self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
+        near = backend.near_batches if limits.near_tokens else None
+        self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock, near)
         self.near = Near(
             self.store,
             self._near_kv,
             limits.near_tokens,
             self._fail,
-            takes_jobs=limits.near_jobs,
+            to_lane=None if near is None else self._to_lane,
         )
         self._rows = RowBatches(backend, self.clock)
         self._kv_lane = Lane(
@@ -156,6 +157,11 @@ class Scheduler:
     def _queue(self, lane: Lane, job: Job, class_index: int) -> bool:
         pieces = list(job.pieces(self._piece_tokens))
         return lane.submit(job, pieces, class_index)
+
+    def _to_lane(self, job: Job, pieces: list[Piece]) -> None:
+        """Queue what is left of a read that the asking thread had taken."""
+        if not self._kv_lane.submit(job, pieces, _READS):
+            job.fail(self.refusal())
 
     def _fail(self, error: BaseException, batch: Sequence[Piece]) -> None:
         failure = Internal(f"the backend failed: {type(error).__name__}: {error}")

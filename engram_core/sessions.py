@@ -67,8 +67,10 @@ class Found:
 
 
 class Spot(NamedTuple):
-    """One session as a plain read finds it. ids, starts, num_pages: where its ids lie."""
+    """One session as a plain read finds it. row: of the pool; ids, starts, num_pages: where its ids
+    lie."""
 
+    row: int
     length: int
     base: int
     epoch: int
@@ -220,8 +222,42 @@ class SessionPool:
         if not fresh or position < base or count < 0 or position + count > length:
             return None
         self._registry.touch(row)
+        return self._spot(row, length, base, present)
+
+    def spot_behind(
+        self, tenant: str, session_id: int, position: int, ids: list[int], epoch: int
+    ) -> Spot | None:
+        """Judge one push as `push` does, if it is a plain append and needs no page; else None.
+
+        Nothing is changed: ids are written where nobody reads them before `append`. The spot is as
+        it is afterwards.
+
+        ids: compressed; epoch: EPOCH_OPENED = left out
+        """
+        row = self._registry.row(tenant, session_id)
+        if row is None:
+            return None
+        length, base, present, opened = self._fence[:, row].tolist()
+        end = length + len(ids)
+        if position != length or present != (opened if epoch == EPOCH_OPENED else epoch):
+            return None
+        if not length or (length - 1) // PAGE != (end - 1) // PAGE or end > MAX_POSITIONS:
+            return None
+        if self.held_tokens + len(ids) > self._limits.max_held_tokens:
+            return None
+        self._ids.write_few(row, length, ids)
+        return self._spot(row, end, base, present)
+
+    def append(self, spot: Spot, count: int) -> None:
+        """Let a session end where `spot_behind` said, `count` ids behind its end of now."""
+        self._fence[_LENGTH, spot.row] = spot.length
+        self.held_tokens += count
+        self._registry.touch(spot.row)
+
+    def _spot(self, row: int, length: int, base: int, epoch: int) -> Spot:
         ids = self._ids
-        return Spot(length, base, present, ids.address, ids.starts_address(row), ids.pages_per_row)
+        where = ids.address, ids.starts_address(row), ids.pages_per_row
+        return Spot(row, length, base, epoch, *where)
 
     def renew(self, tenant: str, asked: Asked) -> None:
         """Renew sessions that somebody waits for."""

@@ -54,6 +54,11 @@ class Steps:
         self.changed((tenant, session_id) for session_id in asked.session_id.tolist())
         return pushed
 
+    def appended(self, tenant: str, session_id: int, count: int) -> None:
+        """Note a plain append that was made directly; try the reads that wait for it."""
+        self.counts["tokens_pushed"] += count
+        self.changed([(tenant, session_id)])
+
     def work_ahead(
         self,
         tenant: str,

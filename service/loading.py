@@ -28,8 +28,8 @@ NEAR_TOKENS = 16
 to 300 us more (docs/notes/fast_path.md)."""
 
 CUDA_NEAR_TOKENS = 512
-"""The same on a GPU, for residuals of one session whose kv is there and nothing else: 25 to 600 us
-that wait for nothing (`cuda_near.py`), instead of 1,100 on the way through a lane."""
+"""The same on a GPU, for a residual of one session whose kv is there: 25 to 600 us that wait for
+nothing (`cuda_near.py`), instead of 1,100 on the way through a lane. Anything else up to 64."""
 
 CHUNK_TOKENS = 64
 """Of a prefill on the CPU: what a decode client waits for when its kv is missing (6 ms against 18
@@ -153,7 +153,6 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
         ahead_tokens=sizes.ahead_tokens,
         chunk_tokens=CUDA_CHUNK_TOKENS if device.is_cuda else CHUNK_TOKENS,
         near_tokens=CUDA_NEAR_TOKENS if device.is_cuda else NEAR_TOKENS,
-        near_jobs=not device.is_cuda,
     )
     engine = Engine(backend, limits)
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)

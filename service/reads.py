@@ -178,20 +178,46 @@ class StepRead:
         self._model = model = call.state.check_open()
         self._options = _step_options(call, model)
         self._request: StepRequest | None = None
+        self._views: steps.Views | None = None
 
     def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
-        """Nothing: segments are pushed and read by the engine's arrays."""
-        return None
+        """Push to one session and update a residual, if the engine can now (see `TensorRead`)."""
+        call, model = self._call, self._model
+        views = self._decoded(body)
+        geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
+        step = steps.one_step_of(views, self._options, geometry, most_tokens)
+        if step is None:
+            return None
+        answer = update_at_once(
+            call,
+            model,
+            step.spec,
+            step.residual,
+            session_id=step.session_id,
+            position=step.position,
+            epoch=step.epoch,
+            layer=step.layer,
+            token_ids=step.token_ids,
+        )
+        if answer is None:
+            return None
+        return call.leave(wire.encode_tensors(steps.one_answer_views(step, answer)))
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
         call, model = self._call, self._model
-        is_shared = call.shared is not None and call.shared.body is not None
-        views = steps.decode(body, is_shared=is_shared)
-        self._request = steps.request_of(views, self._options, model)
+        self._request = steps.request_of(self._decoded(body), self._options, model)
         self._request = replace(self._request, memory=call.answer_memory)
         call.lease.add(steps.answer_bytes(self._request, model), "the answer")
         return model.engine.step(call.tenant, self._request)
+
+    def _decoded(self, body: memoryview) -> steps.Views:
+        """Return the body's tensors, read once. Raises BadTensor, SchemaError."""
+        if self._views is None:
+            shared = self._call.shared
+            is_shared = shared is not None and shared.body is not None
+            self._views = steps.decode(body, is_shared=is_shared)
+        return self._views
 
     def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
         """Return a safetensors file."""
@@ -227,12 +253,14 @@ def update_at_once(
     position: int,
     epoch: int,
     layer: int,
+    token_ids: list[int] | None = None,
 ) -> OneAnswer | None:
     """Update the residual of one session that the engine can update here and now, in its memory.
 
     None: nothing was changed; a step answers it.
 
-    spec: BF16 or F32, [T, hc_mult, dim], T >= 1; position: of the first token
+    spec: BF16 or F32, [T, hc_mult, dim], T >= 1; position: of the first token; token_ids: [T],
+    pushed first
     """
     dtype, shape = spec
     if len(residual) != wire.num_bytes(spec):
@@ -247,10 +275,17 @@ def update_at_once(
         residual=addressof(c_char.from_buffer(residual)),
         is_f32=dtype == "F32",
     )
-    answer = None if read.residual % 4 else model.engine.read_residual(call.tenant, read)
+    if read.residual % 4:
+        return None
+    engine, tenant = model.engine, call.tenant
+    if token_ids is None:
+        answer = engine.read_residual(tenant, read)
+    else:
+        answer = engine.push_residual(tenant, read, token_ids)
     if answer is not None:
         call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
         call.stages["gate"] = answer.gate_s
+        call.state.metrics.observe_stage("gate", answer.gate_s)
     return answer
 
 

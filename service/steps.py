@@ -6,9 +6,10 @@ Whether ids, positions and epochs fit the sessions is the engine's business.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
+from engram_core.direct import OneAnswer
 from engram_core.engine_types import EPOCH_OPENED, Output, Segments, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, SchemaError, TooManyTokens
 from engram_core.geometry import Geometry
@@ -75,6 +77,75 @@ def check_names(views: Views) -> None:
     for name in views:
         if name not in NAMES:
             raise strict.unknown("tensor", name, NAMES)
+
+
+class OneStep(NamedTuple):
+    """A step of one segment that reads a residual. token_ids: to be pushed first; None: none are
+
+    spec: of the residual, BF16 or F32 [T, hc_mult, dim]
+    """
+
+    session_id: int
+    position: int
+    epoch: int
+    token_ids: list[int] | None
+    layer: int
+    spec: TensorSpec
+    residual: memoryview
+
+
+_ONE = {"count": "I32", "position": "I64", "session_id": "I64", "epoch": "I64"}
+
+
+def one_step_of(
+    views: Views, options: StepOptions, geometry: Geometry, most_tokens: int
+) -> OneStep | None:
+    """Read a plain step without arrays (docs/notes/gpu_host.md).
+
+    None: it is another or larger, or something is wrong with it, which `request_of` says.
+    """
+    residual, ids = views.get("residual"), views.get("token_ids")
+    if residual is None or options.output is not Output.RESIDUAL or options.truncate:
+        return None
+    if len(views) != 4 + ("epoch" in views) + (ids is not None) or len(options.layers) != 1:
+        return None
+    numbers = {"epoch": EPOCH_OPENED}
+    for name, dtype in _ONE.items():
+        view = views.get(name)
+        if view is not None:
+            if view.dtype != dtype or view.shape != (1,):
+                return None
+            numbers[name] = int.from_bytes(view.data, "little", signed=True)
+    count, spec = numbers.pop("count", 0), residual.spec
+    if len(numbers) != 3 or not 0 < count <= most_tokens or residual.dtype not in ("BF16", "F32"):
+        return None
+    if residual.shape != (count, geometry.hc_mult, geometry.dim):
+        return None
+    if numbers["position"] < 0 or numbers["session_id"] < 1 or numbers["epoch"] < EPOCH_OPENED:
+        return None
+    token_ids = None
+    if ids is not None:
+        if ids.shape != (count,) or ids.dtype not in ("I32", "I64"):
+            return None
+        token_ids = list(struct.unpack(f"<{count}{'i' if ids.dtype == 'I32' else 'q'}", ids.data))
+    return OneStep(
+        **numbers, token_ids=token_ids, layer=options.layers[0], spec=spec, residual=residual.data
+    )
+
+
+def one_answer_views(step: OneStep, answer: OneAnswer) -> dict[str, TensorView]:
+    """Return the tensors of a plain step's answer, as `answer_views` does."""
+    dtype, shape = step.spec
+    return {
+        "length": _number(answer.length),
+        "epoch": _number(answer.epoch),
+        "dead": TensorView("U8", (len(answer.dead),), memoryview(answer.dead)),
+        f"{Output.RESIDUAL}.{step.layer}": TensorView(dtype, shape, step.residual),
+    }
+
+
+def _number(value: int) -> TensorView:
+    return TensorView("I64", (1,), memoryview(value.to_bytes(8, "little", signed=True)))
 
 
 def request_of(views: Views, options: StepOptions, model: Model) -> StepRequest:

@@ -54,6 +54,7 @@ class RecordingBackend:
 
     name = "recording"
     near_reads: tuple[()] = ()
+    near_batches = None
     numerics: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, num_slots: int = 64) -> None:

@@ -48,10 +48,11 @@ class Unobserved:
 class NearRead(Protocol):
     """A small read of one layer by the one thread that makes them all: no tensors, no arrays.
 
-    max_tokens: of a read
+    max_tokens: of a read; can_project: whether `project` may ever say True
     """
 
     max_tokens: int
+    can_project: bool
 
     def keys(
         self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
@@ -64,12 +65,63 @@ class NearRead(Protocol):
     def dead(self, count: int) -> bytes:
         """Return the dead flags of the positions that `keys` was called for last."""
 
+    def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
+        """Whether `gate` takes a residual that lies there."""
+
+    def project(self, slots: list[int], tokens: list[int]) -> bool:
+        """Begin the kv of some of the positions that `keys` was called for last; a `gate` of the
+        same layer comes behind it. False: nothing was done, as it would take long.
+
+        slots: of each; tokens: which positions, counted from the first; none of them twice
+        """
+
+    def wait(self) -> None:
+        """Wait for what `project` began. Raises Internal."""
+
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
         """Gate the positions that `keys` was called for last, in place. False: nothing was done, as
         it would have to wait.
 
         slots: of each position; residual: address of bfloat16 or float32 [count, hc_mult, dim]
         """
+
+
+class NearBatches(Protocol):
+    """Small batches of one layer by the one thread that makes them all, up to 64 tokens.
+
+    `gate` and `read_kv` are `Backend`'s, wait for their end, and come behind what was projected.
+    """
+
+    def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
+        """Begin the kv of windows. False: nothing was done, as it would take long.
+
+        slots: distinct; windows: int32 [T, max_ngram_size]
+        """
+
+    def is_ready(self, slots: NDArray[np.int64]) -> bool:
+        """Whether the kv that others project into slots is there, or will be in no time."""
+
+    def wait(self) -> None:
+        """Wait for what `project` began. Raises Internal."""
+
+    def read_kv(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        out: torch.Tensor,
+    ) -> None:
+        """See `Backend.read_kv`."""
+
+    def gate(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """See `Backend.gate`."""
 
 
 class Backend(Protocol):
@@ -96,6 +148,9 @@ class Backend(Protocol):
 
     near_reads: Sequence[NearRead]
     """What small reads of each layer take, by layer index; empty: they go the general way."""
+    near_batches: NearBatches | None
+    """What batches of the asking thread take, kv that is missing included; None: what is missing is
+    for a lane, and the rest is for `gate` and `read_kv`."""
 
     def rows(
         self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool

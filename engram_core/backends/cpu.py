@@ -219,6 +219,8 @@ class NearKeys:
 class CpuNearRead(NearKeys):
     """`backends.base.NearRead`. store: bfloat16 [slots, (hc_mult + 1) * dim], kept"""
 
+    can_project = False
+
     def __init__(
         self, gate: CpuGate, layer_index: int, tables: EngramHashTables, store: torch.Tensor
     ) -> None:
@@ -228,6 +230,17 @@ class CpuNearRead(NearKeys):
         self._of_gate.slots, self._of_gate.is_dead = addressof(self._slots), addressof(self._dead)
         self._of_gate.num_threads = 1
         self._run_gate, self._to_gate = gate.library.near_gate, byref(self._of_gate)
+
+    def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
+        """Any memory (see `NearRead.reaches`)."""
+        return True
+
+    def project(self, slots: list[int], tokens: list[int]) -> bool:
+        """Nothing: it takes milliseconds here (see `NearRead.project`)."""
+        return False
+
+    def wait(self) -> None:
+        """Nothing was begun (see `NearRead.wait`)."""
 
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
         """Gate in place (see `NearRead.gate`). Raises Internal: no such slots."""

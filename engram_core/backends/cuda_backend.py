@@ -27,11 +27,11 @@ from engram_core.backends.arguments import (
     require_slots,
     require_tensor,
 )
-from engram_core.backends.base import NearRead, StageObserver, Unobserved
+from engram_core.backends.base import NearBatches, NearRead, StageObserver, Unobserved
 from engram_core.backends.choices import choose_graphs, choose_kernels, open_gemm
 from engram_core.backends.cpu import find_library
 from engram_core.backends.cuda_check import check_gate, check_projection
-from engram_core.backends.cuda_near import CudaNearRead
+from engram_core.backends.cuda_near import CudaNear, CudaNearRead, NearProjector
 from engram_core.backends.device import PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.graphs import Graphs, GraphUse
@@ -85,6 +85,7 @@ class CudaBackend:
     name = "cuda"
     observer: StageObserver = Unobserved()
     near_reads: Sequence[NearRead] = ()
+    near_batches: NearBatches | None = None
 
     def __init__(
         self,
@@ -299,39 +300,28 @@ class CudaBackend:
         self._numerics["in_flight"] = f"{num_bytes} bytes of pinned memory, worked on in place"
 
     def offer_near_reads(self) -> None:
-        """Let the thread that asks make small reads itself, where it has what they need: pinned
-        memory for bodies, and libengram_cpu for keys. `numerics` says so."""
+        """Let the thread that asks do small work itself, kv that is missing included, where it has
+        what that needs: pinned memory for bodies, and libengram_cpu for keys. `numerics` says so.
+
+        Last: whether graphs are used is known by then.
+        """
         library, pinned = find_library(), self._pinned
         if library is None or pinned is None or not self.num_slots:
             self._numerics["near_reads"] = "none: no pinned memory for bodies, or no libengram_cpu"
             return
         self._select()
-        stream = Stream(self._native, is_urgent=True)
-        self._owned.callback(stream.close)
-        gates = HostGates(
-            self.engram,
-            stream,
-            self._projections,
-            num_lanes=NEAR_LANES,
-            mapped_tokens=self._gates.mapped_tokens,
-            device_index=self._device_index,
-        )
-        self._owned.callback(gates.close)
-        geometry = self.geometry
+        near, geometry = self._make_near(), self.geometry
+        self.near_batches = near
         self.near_reads = tuple(
             CudaNearRead(
-                library,
-                self.hash_tables,
-                layer_index,
-                gates,
-                self._projections,
-                pinned,
-                geometry.hc_mult * geometry.dim,
-                self._select,
+                library, self.hash_tables, layer, near, pinned, geometry.hc_mult * geometry.dim
             )
-            for layer_index in range(geometry.num_layers)
+            for layer in range(geometry.num_layers)
         )
-        self._numerics["near_reads"] = "by the thread that asks, in place, on a stream of its own"
+        self._numerics["near_reads"] = (
+            "by the thread that asks, in place, on a stream of its own; "
+            + ("missing kv too" if near.projector.is_able else "missing kv on a lane")
+        )
 
     def synchronize(self) -> None:
         """Wait for every enqueued projection. Raises: Internal."""
@@ -400,6 +390,35 @@ class CudaBackend:
                 mapped_tokens=mapped_tokens,
                 device_index=self._device_index,
             )
+        )
+
+    def _make_near(self) -> CudaNear:
+        engram, projections = self.engram, self._projections
+        stream = Stream(self._native, is_urgent=True)
+        self._owned.callback(stream.close)
+        gates = HostGates(
+            engram,
+            stream,
+            projections,
+            num_lanes=NEAR_LANES,
+            mapped_tokens=self._gates.mapped_tokens,
+            device_index=self._device_index,
+        )
+        self._owned.callback(gates.close)
+        with_graphs = self._graphs is not None
+        projector = NearProjector(engram, stream, projections, with_graphs=with_graphs)
+        self._owned.callback(projector.close)
+        lane_tokens = self._sizes.lane_tokens
+        read_out = KvReadOut(engram, stream, projections, lane_tokens, self._is_pinned)
+        self._owned.callback(read_out.close)
+        return CudaNear(
+            projector,
+            gates,
+            read_out,
+            projections,
+            is_pinned=self._is_pinned,
+            select=self._select,
+            observer=lambda: self.observer,
         )
 
     def _select(self) -> None:

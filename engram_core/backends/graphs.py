@@ -18,7 +18,7 @@ from engram_core.backends import native as abi
 from engram_core.backends.device import DeviceBuffer, Event, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import EngramV41
 from engram_core.backends.host_gates import HostGates
-from engram_core.backends.native import INLINE_TOKENS
+from engram_core.backends.native import INLINE_TOKENS, Native
 from engram_core.backends.projections import QUEUED, Projections
 from engram_core.backends.staging import address_of
 from engram_core.errors import EngramError
@@ -78,7 +78,7 @@ class Graphs:
         self, layer_index: int, slots: NDArray[np.int64], windows: NDArray[np.int32]
     ) -> None:
         """Project windows into slots. Contiguous, T in 1..64. Raises: BadTensor, Internal."""
-        number = self._projections.begin()
+        number = self._projections.begin(len(slots))
         params = self._replays[layer_index][number % QUEUED][len(slots)]
         self._native.replay(params, address_of(slots), address_of(windows), len(slots), number)
 
@@ -92,9 +92,8 @@ class Graphs:
                 address = self._descriptors.address + turn * _DESCRIPTOR_BYTES
                 replays = {}
                 for count in range(1, self.max_tokens + 1):
-                    graph = self._captured(
-                        made, self._project, self._projection(layer_index, count, address)
-                    )
+                    launch = self._projection(layer_index, count, address)
+                    graph = captured(made, self._native, self._project, launch)
                     params = abi.Replay(
                         graph=graph,
                         descriptor=address,
@@ -110,7 +109,7 @@ class Graphs:
                 for count in range(1, self.max_tokens + 1):
                     launch = self._gate_of(layer_index, count, is_f32=is_f32)
                     key = layer_index, is_f32, count
-                    self.gates[key] = self._captured(made, self._gate, launch)
+                    self.gates[key] = captured(made, self._native, self._gate, launch)
 
     def _finish(self, made: ExitStack) -> None:
         end = Event(self._native)
@@ -152,22 +151,23 @@ class Graphs:
         params.stream = self._gate.handle
         return lambda: self._native.gate(byref(params))
 
-    def _captured(self, made: ExitStack, stream: Stream, launch: Callable[[], None]) -> int:
-        """Run the launches once, as they are, then capture them."""
-        launch()
-        self._native.capture_begin(stream.handle)
-        handle = c_void_p()
-        try:
-            launch()
-        finally:
-            self._native.capture_end(stream.handle, byref(handle))
-        graph = handle.value or 0
-        made.callback(self._native.graph_destroy, graph)
-        return graph
-
     def close(self) -> None:
         """Destroy the graphs. Nothing of them may be under way."""
         self._owned.close()
+
+
+def captured(made: ExitStack, native: Native, stream: Stream, launch: Callable[[], None]) -> int:
+    """Run launches once, as they are, then capture them. Returns the graph, which `made` frees."""
+    launch()
+    native.capture_begin(stream.handle)
+    handle = c_void_p()
+    try:
+        launch()
+    finally:
+        native.capture_end(stream.handle, byref(handle))
+    graph = handle.value or 0
+    made.callback(native.graph_destroy, graph)
+    return graph
 
 
 class GraphUse:

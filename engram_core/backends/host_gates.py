@@ -23,7 +23,7 @@ from engram_core.backends.timing import WayShares
 MAPPED_TOKENS = 32
 """Up to here the gate reads and writes pinned host memory in place: it beats two copy launches."""
 
-_ALONE_TOKENS = 16
+ALONE_TOKENS = 16
 """Pageable residuals of so many tokens are copied by the calling thread: waking others takes
 longer."""
 
@@ -132,22 +132,28 @@ class HostGates:
             self._native.gate_host(reference, *addresses, count)
 
     def run_at(
-        self, layer_index: int, count: int, addresses: tuple[int, int, int], *, is_f32: bool
+        self,
+        layer_index: int,
+        count: int,
+        addresses: tuple[int, int, int],
+        *,
+        is_f32: bool,
+        is_pinned: bool,
     ) -> None:
-        """Gate a residual in pinned memory, and wait. T >= 1. Raises: BadTensor, Internal.
+        """Gate a residual, and wait. T >= 1. Raises: BadTensor, Internal.
 
-        addresses: of slots (int64), dead flags, residual
+        addresses: of slots (int64), dead flags, residual; up to ALONE_TOKENS it need not be pinned
         """
         params, reference = self._params[layer_index][is_f32]
         params.way = abi.WAY_MAPPED if count <= self.mapped_tokens else abi.WAY_COPIED
-        params.is_pageable = False
+        params.is_pageable = not is_pinned
         params.piece_tokens = INLINE_TOKENS
         slots, dead, residual = addresses
         self._native.gate_host(reference, slots, dead, residual, residual, count)
 
     def _piece_tokens(self, count: int, *, is_pinned: bool) -> int:
         """Largest piece; of pageable memory small enough that every lane gets some."""
-        if is_pinned or count <= _ALONE_TOKENS:
+        if is_pinned or count <= ALONE_TOKENS:
             return INLINE_TOKENS
         return min(INLINE_TOKENS // 2, max(4, -(-count // self._num_lanes)))
 

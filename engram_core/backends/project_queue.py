@@ -64,7 +64,7 @@ class ProjectQueue:
                 assert windows is not None
                 hash_ids = hash_windows(windows, self._hash_tables, [layer_index])[:, 0]
             table, windows = disk.read(hash_ids), None
-        number = self._projections.begin()
+        number = self._projections.begin(count)
         is_inline = fits_inline(count)
         first = int(slots[0])
         is_run = count > 1 and int(slots[-1]) - first == count - 1

@@ -30,6 +30,7 @@ class Projections:
         self._state = np.zeros(1, dtype=np.int64)  # all up to here are known to have ended
         self._ends = [Event(native) for _ in range(_TRACKED)]
         self._handles = (c_void_p * _TRACKED)(*(end.handle for end in self._ends))
+        self._tokens = [0] * _TRACKED
         self.last = 0
         self.abi = abi.Projections(
             num_slots=num_slots,
@@ -39,11 +40,24 @@ class Projections:
             num_ends=_TRACKED,
         )
 
-    def begin(self) -> int:
+    def begin(self, num_tokens: int) -> int:
         """Number the next projection, once the device has room for it. Raises: Internal."""
         self.wait(self.last - QUEUED + 1)
+        self._tokens[(self.last + 1) % _TRACKED] = num_tokens
         self.last += 1
         return self.last
+
+    def under_way(self) -> int:
+        """Tokens that the device is projecting now, or is about to; for any thread.
+
+        What is being enqueued at this moment may be missing.
+        """
+        tokens, last = 0, self.last
+        for number in range(last, max(last - QUEUED, int(self._state[0])), -1):
+            if self.end_of(number).is_done():
+                break
+            tokens += self._tokens[number % _TRACKED]
+        return tokens
 
     def end(self, number: int, stream: Stream, slots: NDArray[np.int64]) -> None:
         """Say that the launches of a projection are enqueued."""

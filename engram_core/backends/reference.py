@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.backends.base import NearRead, StageObserver, Unobserved
+from engram_core.backends.base import NearBatches, NearRead, StageObserver, Unobserved
 from engram_core.backends.cpu import make_gate, near_reads
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
 from engram_core.backends.self_check import check_gate, check_projection, check_sigmoid
@@ -63,6 +63,7 @@ class ReferenceBackend:
         dtype = product_dtype()
         self._projections = tuple(Projection(layer.wkv, dtype) for layer in weights)
         self._kv = torch.empty((num_slots, geometry.out_features), dtype=torch.bfloat16)
+        self.near_batches: NearBatches | None = None
         self.near_reads: Sequence[NearRead] = near_reads(self._gates, hash_tables, self._kv)
         self.numerics: Mapping[str, str] = {
             "wkv": f"{str(dtype).removeprefix('torch.')} matrix product, one float32 accumulator "

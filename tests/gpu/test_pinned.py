@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from engram_core.engine_types import (
     OpenRequest,
     Output,
     Segments,
+    StepAnswer,
     StepRequest,
 )
 from engram_core.host_memory import PlainMemory
@@ -124,44 +125,184 @@ def test_more_than_can_be_pinned_stays_plain(native: Native) -> None:
     made.arrays.close()
 
 
-@pytest.mark.parametrize("count", [1, 5, 33, 512])
+class Near:
+    """An engine that belongs to this thread. turn: what is to be called at the end of its turn"""
+
+    def __init__(self, native: Native) -> None:
+        self.served = Served(native, Sizes())
+        self.backend = self.served.backend
+        self.backend.capture_graphs("on")
+        self.backend.pin_in_flight(16 << 20)
+        self.backend.offer_near_reads()
+        assert "missing kv too" in self.backend.numerics["near_reads"]
+        self.engine = Engine(self.backend, EngineLimits(near_tokens=512, ahead_tokens=0))
+        self.turn: list[Callable[[], None]] = []
+        self.engine.attach(self.turn.append)
+        self.layers = self.served.geometry.layer_ids
+
+    def opened(self, tenant: str, count: int = 600) -> int:
+        """A session whose every tenant reads other kv: the same windows, other keys."""
+        session = self.engine.open(tenant, OpenRequest()).session_id
+        ids, mask = np.arange(count) % 7, np.arange(count) % 5 != 3
+        self.engine.push(tenant, session, 0, ids, mask)
+        return session
+
+    def step(self, tenant: str, request: StepRequest) -> StepAnswer:
+        """By the lane: what the turn would do is left out."""
+        took, self.engine._scheduler.near.take = self.engine._scheduler.near.take, lambda job: False  # type: ignore[method-assign]
+        answer = self.engine.step(tenant, request).result(30)
+        self.engine._scheduler.near.take = took  # type: ignore[method-assign]
+        self.backend.synchronize()
+        return answer
+
+    def turned(self, tenant: str, requests: list[StepRequest]) -> list[StepAnswer]:
+        """By this thread, at the end of one turn."""
+        answers = [self.engine.step(tenant, request) for request in requests]
+        before = self.engine.counters["kv_batches"]
+        while self.turn:
+            self.turn.pop()()
+        assert self.engine.counters["kv_batches"] == before
+        assert all(answer.done() for answer in answers)
+        return [answer.result() for answer in answers]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.backend.close()
+        self.served.arrays.close()
+
+
+@pytest.fixture(scope="module")
+def near(native: Native) -> Iterator[Near]:
+    made = Near(native)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 33, 64, 65, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
-    native: Native, count: int, dtype: torch.dtype
+    near: Near, count: int, dtype: torch.dtype
 ) -> None:
-    made = Served(native, Sizes())
-    made.backend.pin_in_flight(16 << 20)
-    made.backend.offer_near_reads()
-    assert len(made.backend.near_reads) == 2, made.backend.numerics["near_reads"]
-    limits = EngineLimits(near_tokens=512, near_jobs=False, ahead_tokens=0)
-    with Engine(made.backend, limits) as engine:
-        engine.attach(lambda call: call())
-        session = engine.open("", OpenRequest()).session_id
-        ids, mask = np.arange(600) % 7, np.arange(600) % 5 != 3
-        engine.push("", session, 0, ids, mask)
-        residual = torch.randn((count, 4, 1024)).to(dtype)
-        for layer_index, layer in enumerate(made.geometry.layer_ids):
-            request = StepRequest(
-                Segments(np.array([count], np.int32), np.array([9]), np.array([session])),
-                Output.RESIDUAL,
-                (layer,),
-                residual.clone(),
-            )
-            want = engine.step("", request).result(30).tensors[layer]
-            made.backend.synchronize()
-            there = made.backend.host_memory.tensor(tuple(residual.shape), dtype)
+    engine, backend = near.engine, near.backend
+    name = f"{count}-{dtype}"
+    session, other = near.opened(name), near.opened(name + "-other")
+    residual = torch.randn((count, 4, 1024)).to(dtype)
+    there = backend.host_memory.tensor(tuple(residual.shape), dtype)
+    for layer_index, layer in enumerate(near.layers):
+        asked = Segments(np.array([count], np.int32), np.array([9]), np.array([session]))
+        request = StepRequest(asked, Output.RESIDUAL, (layer,), residual.clone())
+        want = near.step(name, request).tensors[layer]
+
+        def read(tenant: str, address: int, at: int = layer_index) -> OneAnswer | None:
+            owner = session if tenant == name else other
+            one = OneRead(owner, 9, count, EPOCH_OPENED, at, address, dtype == torch.float32)
+            return engine.read_residual(tenant, one)
+
+        plain = residual.clone()
+        answer = read(name, plain.data_ptr())
+        assert (answer is not None) == (count <= 16)  # a longer copy would have to be waited for
+        assert same_bits(plain, residual if answer is None else want)
+        there.copy_(residual)
+        answer = read(name, there.data_ptr())
+        assert answer is not None
+        assert answer.length == 600
+        assert same_bits(there, want)
+        # Of another tenant no kv is there: it is made here, up to 64 of them.
+        before = engine.counters["kv_misses"]
+        there.copy_(residual)
+        answer = read(name + "-other", there.data_ptr())
+        distinct = len({tuple(w) for w in windows_of(count)})
+        assert (answer is not None) == (distinct <= 64)
+        assert same_bits(there, residual if answer is None else want)
+        if answer is not None:
+            assert engine.counters["kv_misses"] == before + distinct
             there.copy_(residual)
-
-            def read(address: int, at: int = layer_index) -> OneAnswer | None:
-                one = OneRead(session, 9, count, EPOCH_OPENED, at, address, dtype == torch.float32)
-                return engine.read_residual("", one)
-
-            plain = residual.clone()
-            assert read(plain.data_ptr()) is None  # a copy would have to be waited for
-            assert same_bits(plain, residual)
-            answer = read(there.data_ptr())
-            assert answer is not None
-            assert answer.length == 600
+            assert read(name + "-other", there.data_ptr()) is not None
             assert same_bits(there, want)
-    made.backend.close()
-    made.arrays.close()
+            assert engine.counters["kv_misses"] == before + distinct
+
+
+def windows_of(count: int) -> list[list[int]]:
+    """Windows of the positions of `Near.opened` from 9 on (ids are their own here, 2 pads)."""
+    found = []
+    for position in range(9, 9 + count):
+        places = range(position, position - 4, -1)
+        num_live = next((i for i, at in enumerate(places) if at % 5 == 3), 4)
+        found.append([at % 7 if i < num_live else 2 for i, at in enumerate(places)])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_what_is_pushed_and_read_at_once_is_what_two_steps_give(near: Near, count: int) -> None:
+    engine, layer = near.engine, near.layers[1]
+    names = f"push-{count}", f"push-{count}-other"
+    one, other = (near.opened(name, 200) for name in names)
+    ids = [3 + i for i in range(count)]
+    residual = torch.randn((count, 4, 1024)).bfloat16()
+    asked = Segments(
+        np.array([count], np.int32), np.array([200]), np.array([one]), token_ids=np.array(ids)
+    )
+    request = StepRequest(asked, Output.RESIDUAL, (layer,), residual.clone())
+    want = near.step(names[0], request).tensors[layer]
+    there = near.backend.host_memory.tensor(tuple(residual.shape), torch.bfloat16)
+    there.copy_(residual)
+    read = OneRead(other, 200, count, EPOCH_OPENED, 1, there.data_ptr(), False)
+    answer = engine.push_residual(names[1], read, ids)
+    assert answer is not None
+    assert answer.length == 200 + count == engine.get(names[1], other).length
+    assert same_bits(there, want)
+    assert (
+        engine.get(names[0], one).compressed_lookback
+        == engine.get(names[1], other).compressed_lookback
+    )
+
+
+@pytest.mark.parametrize("output", [Output.RESIDUAL, Output.KV])
+@pytest.mark.parametrize("counts", [[1], [1, 1, 3], [5] * 12, [60], [64]])
+def test_steps_of_one_turn_are_one_batch_here_whatever_is_missing(
+    near: Near, output: Output, counts: list[int]
+) -> None:
+    names = [f"turn-{output}-{counts}-{i}" for i in range(2)]
+    sessions = [[near.opened(name) for _ in counts] for name in names]
+    layers = near.layers[:1] if output is Output.RESIDUAL else near.layers
+    total = sum(counts)
+    residual = torch.randn((total, 4, 1024)).bfloat16()
+    place = np.array([9 + 7 * i for i in range(len(counts))])
+
+    def request(which: int) -> StepRequest:
+        asked = Segments(np.array(counts, np.int32), place, np.array(sessions[which]))
+        memory = near.backend.host_memory
+        body = memory.tensor(tuple(residual.shape), torch.bfloat16)
+        body.copy_(residual)
+        is_residual = output is Output.RESIDUAL
+        return StepRequest(asked, output, layers, body if is_residual else None)
+
+    if total * len(layers) > 64:
+        return
+    want = near.step(names[0], request(0))
+    # Some of it is there, in part of the tenant's sessions; then all of it.
+    some = Segments(np.array([2], np.int32), place[:1], np.array(sessions[1][:1]))
+    near.step(names[1], StepRequest(some, Output.KV, near.layers[:1]))
+    for _ in range(2):
+        for got in near.turned(names[1], [request(1)]):
+            assert got.dead.tolist() == want.dead.tolist()
+            for layer in layers:
+                assert same_bits(got.tensors[layer], want.tensors[layer])
+
+
+def test_several_steps_of_one_turn_share_what_is_made(near: Near) -> None:
+    name = "shared-turn"
+    sessions = [near.opened(name) for _ in range(8)]
+    residual = torch.randn((1, 4, 1024)).bfloat16()
+    requests = []
+    for session in sessions:
+        asked = Segments(np.array([1], np.int32), np.array([50]), np.array([session]))
+        requests.append(StepRequest(asked, Output.RESIDUAL, near.layers[:1], residual.clone()))
+    before = near.engine.counters
+    answers = near.turned(name, requests)
+    after = near.engine.counters
+    assert after["near_batches"] == before["near_batches"] + 1
+    assert after["kv_misses"] == before["kv_misses"] + 1
+    assert after["kv_duplicates"] == before["kv_duplicates"] + 7
+    first, *others = (answer.tensors[near.layers[0]] for answer in answers)
+    assert all(same_bits(first, each) for each in others)

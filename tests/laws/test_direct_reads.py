@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engram_core.backends import cpu
 from engram_core.backends.base import Backend, NearRead
@@ -29,6 +31,7 @@ from engram_core.engine_types import (
 from engram_core.errors import EngramError
 from engram_core.loader import load
 from tests.native.host_library import build_cpu_library
+from tests.projecting import ProjectingNear, let_it_project
 from tests.recording import Clock
 
 NEAR = 4
@@ -45,9 +48,17 @@ def backend(official_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     made.close()
 
 
-def attached(backend: Backend, clock: Clock | None = None) -> Attached:
-    limits = EngineLimits(near_tokens=NEAR, ahead_tokens=0, max_sessions=32, max_held_tokens=8192)
-    engine = Engine(backend, limits, clock=clock or Clock())
+LIMITS = EngineLimits(near_tokens=NEAR, ahead_tokens=0, max_sessions=32, max_held_tokens=8192)
+
+
+def attached(
+    backend: Backend,
+    clock: Clock | None = None,
+    limits: EngineLimits = LIMITS,
+    wall_us: Iterator[int] | None = None,
+) -> Attached:
+    wall = wall_us or iter(range(10**9))
+    engine = Engine(backend, limits, clock=clock or Clock(), wall_clock_us=lambda: next(wall))
     turn: list[Callable[[], None]] = []
     engine.attach(turn.append)
     return Attached(engine, turn)
@@ -63,9 +74,10 @@ class Attached(NamedTuple):
 class Reads:
     """Both ways to read one thing. num_direct: how often the direct one answered"""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, can_project: bool = False) -> None:
         self.engine, self._turn = attached
         self.num_direct = 0
+        self._can_project = can_project
 
     def residual(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         sizes = self.engine.geometry
@@ -80,17 +92,33 @@ class Reads:
         )
         return self.engine.read_residual(tenant, read)
 
-    def general(self, tenant: str, ask: tuple[int, ...], residual: torch.Tensor) -> StepAnswer:
+    def request(
+        self,
+        ask: tuple[int, ...],
+        residual: torch.Tensor,
+        token_ids: NDArray[np.int64] | None = None,
+    ) -> StepRequest:
         session_id, position, epoch, layer = ask
         segments = Segments(
             np.array([len(residual)], np.int32), np.array([position]),
-            np.array([session_id]), np.array([epoch]),
+            np.array([session_id]), np.array([epoch]), token_ids=token_ids,
         )  # fmt: skip
         layers = (self.engine.geometry.layer_ids[layer],)
-        request = StepRequest(segments, Output.RESIDUAL, layers, residual=residual)
-        answer = self.engine.step(tenant, request)
+        return StepRequest(segments, Output.RESIDUAL, layers, residual=residual)
+
+    def end_turn(self) -> None:
         while self._turn:
             self._turn.pop()()
+
+    def general(
+        self,
+        tenant: str,
+        ask: tuple[int, ...],
+        residual: torch.Tensor,
+        token_ids: NDArray[np.int64] | None = None,
+    ) -> StepAnswer:
+        answer = self.engine.step(tenant, self.request(ask, residual, token_ids))
+        self.end_turn()
         return answer.result(10)
 
     def compare(self, tenant: str, ask: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
@@ -106,6 +134,8 @@ class Reads:
             assert same_bits(first, before)
             return
         assert same_bits(first, second if answer is not None else before)
+        if self._can_project:
+            assert (answer is not None) == (0 < count <= NEAR)
         again = self.direct(tenant, ask, third)
         assert (again is not None) == (0 < count <= NEAR)
         for got in (answer, again):
@@ -121,10 +151,29 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.fixture
+def projecting(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> ProjectingNear:
+    """The backend as a GPU is: kv that is missing is made by the asking thread."""
+    monkeypatch.setattr(backend, "near_batches", None)
+    monkeypatch.setattr(backend, "near_reads", backend.near_reads)
+    return let_it_project(backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_read_where_what_is_missing_is_made_here(
+    backend: Backend, projecting: ProjectingNear, seed: int
+) -> None:
+    any_program(Reads(attached(backend), can_project=True), seed)
+    assert len(projecting.begun) > 10
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_read_after_any_program(backend: Backend, seed: int) -> None:
+    any_program(Reads(attached(backend)), seed)
+
+
+def any_program(reads: Reads, seed: int) -> None:
     rng = random.Random(seed)
-    reads = Reads(attached(backend))
     engine = reads.engine
     sessions: list[tuple[str, int]] = []
     with engine:
@@ -266,7 +315,14 @@ class Held:
 
     def __init__(self, of: NearRead, error: Exception | None) -> None:
         self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
+        self.reaches, self.can_project = of.reaches, False
         self._error = error
+
+    def project(self, slots: list[int], tokens: list[int]) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return
 
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
         if self._error is not None:
@@ -298,3 +354,135 @@ def test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends
             assert engine.failure is not None
             assert reads.direct("", ask, residual) is None
         assert same_bits(residual, before) or error is None
+
+
+class Twins:
+    """Two engines over one table: one pushes and reads directly where it can, one in general."""
+
+    def __init__(self, direct: Reads, general: Reads) -> None:
+        self.direct, self.general = direct, general
+        self.num_direct = 0
+
+    def push(self, tenant: str, ask: tuple[int, ...], ids: list[int], rng: random.Random) -> None:
+        """Push ids and read them: the same bits, state and refusals."""
+        session_id, position, epoch, layer = ask
+        before = self.direct.residual(len(ids), rng.choice([torch.bfloat16, torch.float32]))
+        one, other = before.clone(), before.clone()
+        is_f32 = before.dtype == torch.float32
+        read = OneRead(session_id, position, len(ids), epoch, layer, one.data_ptr(), is_f32)
+        held = state_of(self.direct.engine, tenant, session_id)
+        answer = self.direct.engine.push_residual(tenant, read, ids)
+        if answer is None:  # nothing was changed: the general way does it
+            assert same_bits(one, before)
+            assert state_of(self.direct.engine, tenant, session_id) == held
+            first = outcome(self.direct, tenant, ask, one, ids)
+        else:
+            self.num_direct += 1
+            first = answer.length, answer.base, answer.epoch, answer.dead
+        assert first == outcome(self.general, tenant, ask, other, ids)
+        assert same_bits(one, other)
+        assert state_of(self.direct.engine, tenant, session_id) == state_of(
+            self.general.engine, tenant, session_id
+        )
+
+
+def outcome(
+    reads: Reads, tenant: str, ask: tuple[int, ...], residual: torch.Tensor, ids: list[int]
+) -> object:
+    try:
+        answer = reads.general(tenant, ask, residual, token_ids=np.array(ids, np.int64))
+    except EngramError as error:
+        return error.code, error.message
+    state = answer.length[0], answer.base[0], answer.epoch[0]
+    return *state, answer.dead.tobytes()
+
+
+def state_of(engine: Engine, tenant: str, session_id: int) -> object:
+    try:
+        state = engine.get(tenant, session_id)
+    except EngramError as error:
+        return error.code
+    held = engine.counters
+    return (
+        state.length, state.base, state.epoch, state.compressed_lookback,
+        held["held_tokens"], held["tokens_pushed"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_push_and_read_after_any_program(
+    backend: Backend, projecting: ProjectingNear, official_dir: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    plain = load(open_checkpoint(official_dir), num_slots=96)
+    clock = Clock()
+    limits = replace(LIMITS, max_held_tokens=1500)
+    direct = Reads(attached(backend, clock, limits))
+    general = Reads(attached(plain, clock, replace(limits, near_tokens=0)))
+    twins = Twins(direct, general)
+    sessions: list[tuple[str, int]] = []
+    with direct.engine, general.engine:
+        for _ in range(600):
+            tenant = rng.choice(TENANTS)
+            kind = rng.choice(["open", "change", "change", *["push"] * 8])
+            if not sessions or (kind == "open" and len(sessions) < 6):
+                start = rng.choice([0, 0, 2, 250])
+                before = tuple(rng.choice([None, 0, 1, 2]) for _ in range(min(start, 3)))
+                opening = OpenRequest(len(sessions) + 1 + 10 * seed, start, before)
+                for engine in (direct.engine, general.engine):
+                    engine.open(tenant, opening)
+                sessions.append((tenant, opening.session_id or 0))
+                continue
+            owner, session_id = rng.choice(sessions)
+            if kind == "change":
+                state = rng.getstate()
+                for engine in (direct.engine, general.engine):
+                    rng.setstate(state)
+                    what = rng.choice(["push", "push", "cut"])
+                    change(engine, rng, what, (owner, session_id), [])
+                continue
+            who = rng.choice([owner, owner, owner, owner, tenant])
+            ask, _ = any_read(direct.engine, rng, owner, session_id)
+            if rng.random() < 0.7:
+                ask = session_id, direct.engine.get(owner, session_id).length, *ask[2:]
+            projecting.is_busy = rng.random() < 0.1
+            ids = [
+                rng.randrange(-1 if rng.random() < 0.05 else 0, 12)
+                for _ in range(rng.randint(1, 5))
+            ]
+            twins.push(who, ask, ids, rng)
+            projecting.is_busy = False
+        assert not direct.engine._scheduler.store._pins.any()
+    assert twins.num_direct > 40
+    plain.close()
+
+
+def test_an_append_made_directly_answers_who_waits_for_it(
+    backend: Backend, projecting: ProjectingNear
+) -> None:
+    reads = Reads(attached(backend))
+    with reads.engine as engine:
+        session_id = engine.open("", OpenRequest()).session_id
+        engine.push("", session_id, 0, np.arange(3))
+        waiting = reads.request((session_id, 3, EPOCH_OPENED, 1), reads.residual(1, torch.bfloat16))
+        answer = engine.step("", replace(waiting, wait_ms=1000))
+        assert engine.counters["waiting"] == 1
+        residual = reads.residual(1, torch.bfloat16)
+        read = OneRead(session_id, 3, 1, EPOCH_OPENED, 0, residual.data_ptr(), False)
+        assert engine.push_residual("", read, [5]) is not None
+        reads.end_turn()
+        assert answer.result(10).length[0] == 4
+
+
+def test_a_direct_append_keeps_to_the_room_for_ids(
+    backend: Backend, projecting: ProjectingNear
+) -> None:
+    reads = Reads(attached(backend, limits=replace(LIMITS, max_held_tokens=5)))
+    with reads.engine as engine:
+        session_id = engine.open("", OpenRequest()).session_id
+        engine.push("", session_id, 0, np.arange(3))
+        for count, fits in ((3, False), (2, True)):
+            residual = reads.residual(count, torch.bfloat16)
+            read = OneRead(session_id, 3, count, EPOCH_OPENED, 0, residual.data_ptr(), False)
+            assert (engine.push_residual("", read, [5] * count) is not None) == fits
+        assert engine.counters["held_tokens"] == engine.get("", session_id).length == 5

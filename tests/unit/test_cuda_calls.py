@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends import cuda_backend
 from engram_core.backends import native as abi
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.device import DeviceBuffer
@@ -21,6 +22,7 @@ from engram_core.hashing import hash_windows
 from engram_core.quant import row_format
 from engram_core.tables import HostTable
 from tests.gpu.layers import geometry_of, hash_tables, random_windows
+from tests.native.host_library import build_cpu_library
 
 DIM, SLOTS = 64, 500
 TABLES = hash_tables(100, num_layers=2)
@@ -203,6 +205,88 @@ def test_a_graph_replaces_the_launches_of_small_batches() -> None:
     made.backend.project(0, np.arange(65), windows=random_windows(65, seed=1))
     assert "replay" not in made.library.launches()
     made.backend.close()
+
+
+@pytest.fixture
+def near(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """With what the asking thread takes."""
+    library = build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O1")
+    monkeypatch.setattr(cuda_backend, "find_library", lambda: library)
+    made = Bench(on_disk=False)
+    made.backend.capture_graphs("on")
+    made.backend.pin_in_flight(1 << 20)
+    made.backend.offer_near_reads()
+    made.library.launches()
+    yield made
+    made.backend.close()
+
+
+def test_what_is_missing_is_projected_and_gated_without_a_lane(near: Bench) -> None:
+    batches, library = near.backend.near_batches, near.library
+    assert batches is not None
+    dead = NOBODY_DEAD
+    for count, wanted in ((1, ["replay"]), (16, ["replay"]), (17, ["gather", "project_chain"])):
+        slots, windows = list(range(count)), random_windows(count, seed=1)
+        assert batches.project(0, slots, windows)
+        assert library.launches() == wanted
+    residual = near.backend.host_memory.tensor((40, 4, DIM), torch.bfloat16)
+    batches.gate(1, np.arange(40), dead[:40], residual, residual)
+    assert library.launches() == ["gate_host"]
+    batches.read_kv(1, np.arange(3), dead[:3], torch.empty((3, 5, DIM), dtype=torch.bfloat16))
+    assert library.launches() == ["read_kv"]
+    assert not batches.project(0, list(range(65)), random_windows(65, seed=1))
+    assert library.launches() == []
+
+
+def test_nothing_is_begun_beside_the_chunks_of_a_prefill(near: Bench) -> None:
+    """The library here never says that a projection has ended."""
+    backend = near.backend
+    batches, (read, _) = backend.near_batches, backend.near_reads
+    assert batches is not None
+    backend.project(0, np.arange(65), windows=random_windows(65, seed=1))
+    near.library.launches()
+    assert batches.is_ready(np.arange(64))  # soon
+    assert batches.project(0, [100], random_windows(1, seed=1))
+    assert not batches.project(0, [9], random_windows(1, seed=1))  # a lane writes there
+    backend.project(0, np.arange(65, 193), windows=random_windows(128, seed=1))
+    near.library.launches()
+    assert not batches.is_ready(np.arange(64))
+    assert batches.is_ready(np.arange(400, 464))
+    assert not batches.project(0, [400], random_windows(1, seed=1))
+    assert not read.project([400], [0])
+    assert near.library.launches() == []
+
+
+def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
+    read = near.backend.near_reads[1]
+    ids = np.arange(256, dtype=np.int32)
+    starts = np.zeros(1, np.int64)
+    keys = read.keys(ids.ctypes.data, starts.ctypes.data, 1, 7, 10, 5)
+    assert keys[0] == np.array([7, 1, 10, 9, 8, 7], np.int32).tobytes()
+    assert read.project([40, 41], [1, 4])
+    windows = np.frombuffer(read._windows, np.int32)[:8].tolist()  # type: ignore[attr-defined]
+    assert windows == [11, 10, 9, 8, 14, 13, 12, 11]
+    assert near.library.launches() == ["replay"]
+    plain = np.zeros((20, 4, DIM), np.float32)
+    pinned = near.backend.host_memory.tensor((20, 4, DIM), torch.float32).data_ptr()
+    where = plain.ctypes.data
+    assert [read.reaches(where, n, is_f32=True) for n in (16, 17)] == [True, False]
+    assert read.reaches(pinned, 20, is_f32=True)
+    assert read.gate([40] * 5, where, is_f32=True)
+    assert not read.gate([40] * 17, where, is_f32=True)
+    assert read.gate([40] * 17, pinned, is_f32=True)
+    assert near.library.launches() == ["gate_host"] * 2
+
+
+def test_rows_on_disk_are_not_waited_for_by_the_asking_thread(bench: Bench) -> None:
+    bench.backend.pin_in_flight(1 << 20)
+    bench.backend.offer_near_reads()
+    if bench.backend.near_batches is not None:  # there is a libengram_cpu
+        assert not bench.backend.near_batches.project(0, [1], random_windows(1, seed=1))
+        assert not any(read.can_project for read in bench.backend.near_reads)
+        assert "on a lane" in bench.backend.numerics["near_reads"]
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])

@@ -172,3 +172,70 @@ def test_a_hundred_times_its_size_of_random_load_is_never_served_wrong(num_slots
 def _key(key: bytes) -> tuple[int, ...]:
     tenant, layer, first, *_ = np.frombuffer(key, dtype=np.int32).tolist()
     return tenant, layer, first
+
+
+def fill_now(
+    store: KvStore, *firsts: int, may: bool = True
+) -> tuple[Lease | None, list[list[int]]]:
+    """What a thread beside the lane gets, and the tokens that it was asked to compute."""
+    asked: list[list[int]] = []
+
+    def fill(slots: list[int], tokens: list[int]) -> bool:
+        assert len(slots) == len(tokens) == len(set(slots))
+        asked.append(tokens)
+        return may
+
+    return store.lease_now(0, np.zeros(len(firsts), np.int64), windows(*firsts), fill), asked
+
+
+def test_another_thread_computes_what_is_missing_once_and_all_find_it() -> None:
+    store = KvStore(8)
+    store.fill(use(store, 5))
+    lease, asked = fill_now(store, 7, 5, 7, 9)
+    assert lease is not None
+    assert asked == [[0, 3]]
+    assert lease.slots[0] == lease.slots[2]
+    assert len(set(lease.slots.tolist())) == 3
+    counters = store.counters
+    assert (counters.hits, counters.misses, counters.duplicates) == (1, 3, 1)
+    assert not acquire(store, 5, 7, 9).compute.size
+    again, asked = fill_now(store, 9, 7, 5)
+    assert again is not None
+    assert asked == []
+    assert again.slots.tolist() == lease.slots[[3, 0, 1]].tolist()
+
+
+def test_what_a_lane_is_about_to_compute_is_left_to_it() -> None:
+    store = KvStore(8)
+    lease = acquire(store, 5)
+    found, asked = fill_now(store, 5, 7)
+    assert (found, asked) == (None, [])
+    assert acquire(store, 7).compute.size
+    store.fill(lease)
+    assert fill_now(store, 5)[0] is not None
+
+
+def test_what_could_not_be_computed_leaves_nothing_behind() -> None:
+    store = KvStore(3)
+    store.fill(use(store, 5))
+    assert fill_now(store, 5, 7, may=False) == (None, [[1]])
+    assert len(store._free) == 2
+    assert acquire(store, 7).compute.size
+    # Nor where there are not enough slots.
+    before = store._pins.copy()
+    assert fill_now(store, 1, 2, 3) == (None, [])
+    assert (store._pins == before).all()
+
+
+def test_a_hit_is_not_evicted_for_what_is_missing_beside_it() -> None:
+    store = KvStore(3)
+    store.fill(use(store, 1, 2, 3))
+    lease, asked = fill_now(store, 1, 8, 9)
+    assert lease is not None
+    assert asked == [[1, 2]]
+    assert not acquire(store, 1, 8).compute.size
+    assert store.counters.evicted == 2
+    store = KvStore(3)
+    store.fill(use(store, 1, 2, 3))
+    assert fill_now(store, 1, 7, 8, 9) == (None, [])
+    assert not acquire(store, 1).compute.size

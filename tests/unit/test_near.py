@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from engram_core.engine_types import (
 from engram_core.errors import EngramError
 from engram_core.kv_store import KvStore
 from engram_core.loader import load
+from tests.projecting import ProjectingNear, let_it_project
 
 LIMITS = EngineLimits(near_tokens=4, ahead_tokens=0)
 
@@ -45,7 +47,9 @@ def opened(engine: Engine, count: int = 8) -> int:
     return session_id
 
 
-def read(engine: Engine, session_id: int, position: int, count: int) -> Future[StepAnswer]:
+def read(
+    engine: Engine, session_id: int, position: int, count: int, tenant: str = ""
+) -> Future[StepAnswer]:
     sizes = engine.geometry
     generator = torch.Generator().manual_seed(position)
     residual = torch.randn((count, sizes.hc_mult, sizes.dim), generator=generator).bfloat16()
@@ -54,7 +58,7 @@ def read(engine: Engine, session_id: int, position: int, count: int) -> Future[S
         np.array([EPOCH_OPENED]),
     )  # fmt: skip
     request = StepRequest(segments, Output.RESIDUAL, (sizes.layer_ids[0],), residual=residual)
-    return engine.step("", request)
+    return engine.step(tenant, request)
 
 
 def bits(answer: Future[StepAnswer]) -> torch.Tensor:
@@ -136,3 +140,131 @@ def test_find_sees_an_entry_only_once_it_is_filled() -> None:
     assert found.slots.tolist() == lease.slots.tolist()
     store.release(found)
     assert not store._pins.any()
+
+
+# ---- where the asking thread makes kv, too
+
+
+@pytest.fixture
+def projecting(official_dir: Path) -> Iterator[tuple[Engine, ProjectingNear, Turn]]:
+    backend = load(open_checkpoint(official_dir), num_slots=512)
+    near = let_it_project(backend)
+    turn = Turn()
+    with Engine(backend, EngineLimits(near_tokens=16, ahead_tokens=0)) as made:
+        made.attach(turn)
+        yield made, near, turn
+    backend.close()
+
+
+def both(engine: Engine, session_id: int, count: int, tenant: str = "") -> Future[StepAnswer]:
+    """The kv of both layers."""
+    segments = Segments(
+        np.array([count], np.int32), np.array([0]), np.array([session_id]),
+        np.array([EPOCH_OPENED]),
+    )  # fmt: skip
+    return engine.step(tenant, StepRequest(segments, Output.KV, engine.geometry.layer_ids))
+
+
+def fresh(engine: Engine, tenant: str = "") -> int:
+    """A session of eight tokens of which nothing is in the store."""
+    session_id = engine.open(tenant, OpenRequest()).session_id
+    engine.push(tenant, session_id, 0, np.arange(8) % 3, ahead=False)
+    return session_id
+
+
+def test_what_came_in_one_turn_is_one_batch_whatever_of_it_is_missing(
+    projecting: tuple[Engine, ProjectingNear, Turn],
+) -> None:
+    engine, near, turn = projecting
+    session_id, other = fresh(engine), fresh(engine, "other")
+    near.is_busy = True
+    left = [read(engine, session_id, place, 2) for place in (0, 2, 4)]
+    turn.end()
+    expected = [bits(answer) for answer in left]  # by the lane
+    assert engine.counters["near_batches"] == 0
+    near.is_busy = False
+    before = engine.counters
+    answers = [read(engine, other, place, 2, "other") for place in (0, 2, 4)]
+    assert not any(answer.done() for answer in answers)
+    turn.end()
+    assert all(answer.done() for answer in answers)
+    assert all(torch.equal(bits(a), b) for a, b in zip(answers, expected, strict=True))
+    after = engine.counters
+    assert after["kv_batches"] == before["kv_batches"]
+    assert after["near_batches"] == 1
+    assert after["kv_misses"] - before["kv_misses"] == sum(map(len, near.begun)) > 0
+    assert not engine._scheduler.store._pins.any()
+
+
+def test_layers_that_cannot_be_made_now_are_made_by_the_lane(
+    projecting: tuple[Engine, ProjectingNear, Turn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, near, turn = projecting
+    session_id, other = fresh(engine), fresh(engine, "other")
+    answer = both(engine, session_id, 5)
+    turn.end()
+    expected = answer.result(10).tensors
+    project = near.project
+    for able in ([0], [1], []):
+        engine.close_tenant("other")
+        other = fresh(engine, "other")
+
+        def some(layer: int, *arguments: Any, able: list[int] = able) -> bool:
+            return layer in able and project(layer, *arguments)
+
+        monkeypatch.setattr(near, "project", some)
+        answer = both(engine, other, 5, "other")
+        turn.end()
+        got = answer.result(10).tensors
+        assert all(torch.equal(got[layer], expected[layer]) for layer in expected)
+    assert not engine._scheduler.store._pins.any()
+
+
+def test_what_another_is_still_projecting_is_left_to_the_lane_behind_it(
+    projecting: tuple[Engine, ProjectingNear, Turn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, near, turn = projecting
+    session_id = fresh(engine)
+    monkeypatch.setattr(near, "is_ready", lambda slots: False)
+    answer = read(engine, session_id, 0, 4)
+    turn.end()
+    assert answer.result(10).length[0] == 8
+    assert near.num_waits == 1  # for what was begun in vain
+    assert engine.counters["near_batches"] == 0
+
+
+def test_a_job_taken_for_the_turn_ends_with_it_whatever_happens(
+    projecting: tuple[Engine, ProjectingNear, Turn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, near, turn = projecting
+    session_id = fresh(engine)
+    assert read(engine, session_id, 0, 1).cancel()
+    turn.end()
+    assert near.begun == []
+    large = read(engine, session_id, 0, 8), both(engine, session_id, 8)
+    many = [read(engine, session_id, i, 2) for i in range(6)]
+    turn.end()
+    for answer in (*large, *many):
+        answer.result(10)
+
+    def fail(*_: Any) -> bool:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(near, "gate", fail)
+    failed = read(engine, session_id, 0, 1)
+    turn.end()
+    with pytest.raises(EngramError, match="the device is gone"):
+        failed.result(10)
+    with pytest.raises(EngramError, match="the device is gone"):
+        read(engine, session_id, 0, 1)
+
+
+def test_what_waits_for_the_turn_at_close_is_refused(
+    projecting: tuple[Engine, ProjectingNear, Turn],
+) -> None:
+    engine, _, turn = projecting
+    answer = read(engine, fresh(engine), 0, 1)
+    engine.close()
+    turn.end()
+    with pytest.raises(EngramError):
+        answer.result(10)

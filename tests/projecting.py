@@ -1,0 +1,80 @@
+"""What a GPU lets the asking thread do, on the CPU backend: kv that is missing made there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engram_core.backends.base import Backend
+from engram_core.backends.cpu import CpuNearRead
+
+
+class ProjectingNear:
+    """`backends.base.NearBatches` over a backend. is_busy: as beside a long prefill; begun: the
+    slots of every projection"""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.is_busy = False
+        self.begun: list[list[int]] = []
+        self.num_waits = 0
+
+    def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
+        if self.is_busy:
+            return False
+        self.begun.append(slots)
+        self._backend.project(layer_index, np.array(slots), windows=np.ascontiguousarray(windows))
+        return True
+
+    def is_ready(self, slots: NDArray[np.int64]) -> bool:
+        return not self.is_busy
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+    def read_kv(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        out: torch.Tensor,
+    ) -> None:
+        self._backend.read_kv(layer_index, slots, dead, out)
+
+    def gate(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        dead: NDArray[np.bool_],
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self._backend.gate(layer_index, slots, dead, residual, out)
+
+
+class ProjectingRead:
+    """`backends.base.NearRead` of a layer: the CPU's, and what is missing by `ProjectingNear`."""
+
+    can_project = True
+
+    def __init__(self, of: CpuNearRead, layer_index: int, near: ProjectingNear) -> None:
+        self._of, self._layer_index, self._near = of, layer_index, near
+        self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
+        self.reaches, self.wait = of.reaches, near.wait
+
+    def project(self, slots: list[int], tokens: list[int]) -> bool:
+        keys = np.frombuffer(self._of._view, np.int32).reshape(-1, self._of._width // 4)
+        return self._near.project(self._layer_index, slots, keys[tokens, 2:])
+
+    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
+        return not self._near.is_busy and self._of.gate(slots, residual, is_f32=is_f32)
+
+
+def let_it_project(backend: Backend) -> ProjectingNear:
+    """Have a CPU backend let the asking thread project."""
+    near = ProjectingNear(backend)
+    backend.near_batches = near
+    reads = [each for each in backend.near_reads if isinstance(each, CpuNearRead)]
+    backend.near_reads = [ProjectingRead(each, i, near) for i, each in enumerate(reads)]
+    return near
