@@ -89,6 +89,14 @@ class InFlightPool:
         """Return an empty lease for one request."""
         return Lease(self, tenant)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether anybody may hold so many bytes for a moment; False: `take` decides."""
+        return (
+            num_bytes <= self.total_bytes - self.used_bytes
+            and num_bytes <= self.max_request_bytes
+            and not self._waiting
+        )
+
     def take(self, tenant: str, num_bytes: int, what: str) -> None:
         """Admit bytes. Raises BodyTooLarge, Overloaded."""
         if num_bytes > self.max_request_bytes:

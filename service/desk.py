@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from functools import cache
+from typing import NamedTuple
 
 import structlog
 from starlette.types import Scope
@@ -22,7 +23,7 @@ from service.bodies import Headers
 from service.calls import Call
 from service.logs import LineLimit
 from service.metrics import REQUEST_STAGES
-from service.operations import OPERATIONS, PUBLIC_PATHS
+from service.operations import OPERATIONS, PUBLIC_PATHS, RESIDUAL
 from service.state import ServiceState
 from service.tracing import record_span, sampled_parent
 
@@ -38,9 +39,29 @@ QUIET = frozenset(
 GONE = "client_gone"
 """The code of a request whose client left."""
 
+MAX_TALLIED = 16
+"""Requests answered at once that are counted together."""
+
+ANSWER_HEADERS = (
+    b"x-request-id: %016x\r\nserver-timing: receive;dur=%.3f, check;dur=%.3f, gate;dur=%.3f\r\n\r\n"
+)
+"""`answer_headers` of a residual answered at once, and the end of its head."""
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_AT_ONCE_STAGES = ("receive", "check", "gate", "send")
 _FAULTS_PER_S, _LINES_PER_S = 1, 10
 """Log lines: faults with their stack, and answers of each code."""
+
+
+class AtOnce(NamedTuple):
+    """A residual answered at once: seconds in all and of its stages, bytes of body and answer."""
+
+    seconds: float
+    receive_s: float
+    check_s: float
+    gate_s: float
+    send_s: float
+    num_bytes: int
 
 
 class Desk:
@@ -52,6 +73,8 @@ class Desk:
         self._lines = LineLimit(_LINES_PER_S)
         # Looked up once: prometheus_client takes a lock and builds a key at every `labels`.
         self._request_counts = cache(state.metrics.requests.labels)
+        self._tallied: list[AtOnce] = []
+        state.metrics.count_before_telling(self._count_tallied)
 
     def identify(self, scope: Scope) -> Key:
         """Return who asks. Raises Misdirected, Unauthenticated."""
@@ -99,6 +122,31 @@ class Desk:
             ms=round(seconds * 1000, 3),
             **({"held_back": held_back} if held_back else {}),
         )
+
+    def tally(self, done: AtOnce) -> None:
+        """Count a residual that was answered at once: with others, or when metrics are asked for.
+
+        Its headers are plain, so nobody traces it, and its success is not logged.
+        """
+        self._tallied.append(done)
+        if len(self._tallied) >= MAX_TALLIED:
+            self._count_tallied()
+
+    def _count_tallied(self) -> None:
+        tallied, self._tallied = self._tallied, []
+        if not tallied:
+            return
+        metrics = self._state.metrics
+        num_bytes = sum(done.num_bytes for done in tallied)
+        self._request_counts(RESIDUAL.name, "ok").inc(len(tallied))
+        metrics.received_bytes.inc(num_bytes)
+        metrics.sent_bytes.inc(num_bytes)
+        stages = [metrics.stage_seconds.series(name) for name in _AT_ONCE_STAGES]
+        for done in tallied:
+            metrics.request_seconds.observe(done.seconds)
+            metrics.body_bytes.observe(done.num_bytes)
+            for stage, seconds in zip(stages, done[1:5], strict=True):
+                stage.observe(seconds)
 
     def _count(self, call: Call, name: str, code: str, seconds: float) -> None:
         metrics = self._state.metrics

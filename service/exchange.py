@@ -36,20 +36,35 @@ _SCRATCH_BYTES = 64 << 10
 
 
 class Line(Connection, Protocol):
-    """A connection, for an exchange. finished: an answer is written; pass on what comes next."""
+    """A connection, for an exchange.
+
+    begin: receive an exchange's body, of which this much came with its head
+    answered: a request of one read was answered at once, without an exchange
+    finished: an answer is written; pass on what comes next
+    """
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
+    client: tuple[str, int] | None
+    is_unix: bool
 
     @property
     def default_headers(self) -> Headers: ...
+
+    def begin(self, exchange: Exchange, body: bytes) -> None: ...
+
+    def answered(self, tenant: str) -> None: ...
 
     def finished(self, exchange: Exchange) -> None: ...
 
 
 @dataclass(frozen=True)
 class Head:
-    """A request's head as llhttp parsed it: what an ASGI scope is made of."""
+    """A request's head as llhttp parsed it: what an ASGI scope is made of.
+
+    block: the bytes that the headers were in, if they came whole with their request line: from
+    the end of it to the end of the blank line; else nothing
+    """
 
     method: str
     url: bytes
@@ -57,6 +72,7 @@ class Head:
     client: tuple[str, int] | None
     server: tuple[str, int | None] | None
     keep_alive: bool
+    block: bytes
 
 
 @dataclass(frozen=True)
@@ -80,12 +96,19 @@ class Exchanges:
         self._beginnings: dict[int, bytes] = {}  # of answers, by status
 
     def begin(
-        self, head: Head, line: Line, call: Call, read: TensorRead | Refusal, buffer: memoryview
+        self,
+        line: Line,
+        call: Call,
+        read: TensorRead | Refusal,
+        buffer: memoryview,
+        headers: Headers,
+        *,
+        keep_alive: bool = True,
     ) -> Exchange:
-        """Count a request in."""
+        """Count a request in. headers: those that its record may need"""
         line.tenant = call.key.name if call.key else line.tenant
         self._state.enter()
-        return Exchange(self, head, line, call, read, buffer)
+        return Exchange(self, line, call, read, buffer, headers, keep_alive=keep_alive)
 
     def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
         """Count a request out. Its record is made in the next turn: uvloop writes before that."""
@@ -110,6 +133,13 @@ class Exchanges:
         return Refusal(code, *problems.encode(refusal))
 
 
+def answer_block(told: Mapping[str, str], num_bytes: int) -> bytes:
+    """Return the headers of an answer of tensors, as lines."""
+    headers = "".join([f"{_lower(name)}: {value}\r\n" for name, value in told.items()])
+    block = f"content-type: {wire.TENSOR_MEDIA}\r\n{headers}content-length: {num_bytes}\r\n"
+    return block.encode()
+
+
 def _lines(headers: Headers) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
@@ -129,16 +159,18 @@ class Exchange:
     def __init__(
         self,
         shared: Exchanges,
-        head: Head,
         line: Line,
         call: Call,
         read: TensorRead | Refusal,
         buffer: memoryview,
+        headers: Headers,
+        *,
+        keep_alive: bool,
     ) -> None:
-        self.keep_alive = head.keep_alive
+        self.keep_alive = keep_alive
         self.response_complete = False
         self._shared, self._line, self._call, self._read = shared, line, call, read
-        self._headers = head.headers
+        self._headers = headers
         self._expects_continue = call.inbox.expects_continue
         self._length, self._end = call.inbox.length or 0, 0
         self._buffer = buffer
@@ -252,9 +284,7 @@ class Exchange:
 
     def _give(self, told: Mapping[str, str], buffers: list[Buffer]) -> None:
         self._call.sent_bytes = num_bytes = sum(map(len, buffers))
-        headers = "".join([f"{_lower(name)}: {value}\r\n" for name, value in told.items()])
-        block = f"content-type: {wire.TENSOR_MEDIA}\r\n{headers}content-length: {num_bytes}\r\n"
-        self._send(200, block.encode(), buffers, "ok")
+        self._send(200, answer_block(told, num_bytes), buffers, "ok")
 
     def _refuse(self, error: BaseException) -> None:
         if isinstance(error, StepRefused) and not isinstance(self._read, Refusal):

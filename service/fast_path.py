@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 
-from engram_core.errors import EngramError
 from service import bodies, operations
 from service.bodies import CONNECTION, Inbox
-from service.calls import Call, check, find_shared
+from service.calls import Call, check
 from service.desk import Desk, request_id
 from service.exchange import Exchange, Exchanges, Head, Line, Refusal
 from service.operations import Operation
@@ -33,14 +32,15 @@ class FastPath:
     def __init__(self, state: ServiceState, desk: Desk) -> None:
         self._state = state
         self._desk = desk
-        self._recall = Recall(state)
         self._exchanges = Exchanges(state, desk)
+        self._recall = Recall(state, desk, self._exchanges)
+
+    def recall(self, data: bytes, line: Line) -> bool:
+        """Answer or begin a request whose headers are remembered (see `Recall.answer`)."""
+        return self._recall.answer(data, line)
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""
-        recalled = self._recalled(head, line)
-        if recalled is not None:
-            return recalled
         found = _route(head)
         if found is None:
             return None
@@ -67,32 +67,15 @@ class FastPath:
                 buffer = call.lease.buffer(length, "the body")
             else:
                 buffer = call.shared_body() or self._exchanges.scratch[:0]
-            self._recall.keep(head.headers, head.server, call, read)
+            self._recall.keep(head, line, call, read)
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()
                 return None  # told the ordinary way, which reads the body first
             read, buffer = self._exchanges.refusal(call, error), self._exchanges.scratch
-        return self._exchanges.begin(head, line, call, read, buffer)
-
-    def _recalled(self, head: Head, line: Line) -> Exchange | None:
-        """Begin a residual read whose headers were checked before; None: check it in full."""
-        if head.method != "POST":
-            return None
-        found = self._recall.find(head.url, head.headers, head.client, head.server, request_id(()))
-        if found is None:
-            return None
-        call, read = found
-        call.connection = line
-        try:
-            find_shared(call)
-            buffer = call.shared_body()
-            if buffer is None:
-                buffer = call.lease.buffer(call.inbox.length or 0, "the body")
-        except EngramError:
-            call.close()
-            return None
-        return self._exchanges.begin(head, line, call, read, buffer)
+        return self._exchanges.begin(
+            line, call, read, buffer, head.headers, keep_alive=head.keep_alive
+        )
 
 
 def _route(head: Head) -> tuple[Operation, dict[str, str], bytes] | None:

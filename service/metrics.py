@@ -95,6 +95,7 @@ class Metrics:
     def __init__(self) -> None:
         # A `_created` series for each counter would say nothing here.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._count: Callable[[], None] = lambda: None
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "engram_requests",
@@ -156,8 +157,13 @@ class Metrics:
         """Tell the engine's counters at every scrape."""
         self.registry.register(_EngineCollector(counters))
 
+    def count_before_telling(self, count: Callable[[], None]) -> None:
+        """Call `count`, which counts what is not counted yet, whenever metrics are asked for."""
+        self._count = count
+
     def exposition(self) -> bytes:
         """Return all metrics as Prometheus text."""
+        self._count()
         return generate_latest(self.registry)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from ctypes import addressof, c_char
 from dataclasses import replace
-from typing import NamedTuple, Protocol, SupportsInt
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class SingleRead:
         )
         if answer is None:
             return None
-        headers = _described(spec, answer.length, answer.base, answer.epoch)
+        headers = described(spec, answer.length, answer.base, answer.epoch)
         where, buffers = self._call.leave([body])
         return {**headers, **where}, buffers
 
@@ -155,7 +155,7 @@ class SingleRead:
         """Return a tensor's memory, and headers that describe it and its session."""
         view = wire.as_view(answer.tensors[self._layer])
         spec = view.dtype, view.shape
-        headers = _described(spec, answer.length[0], answer.base[0], answer.epoch[0])
+        headers = described(spec, answer.length[0], answer.base[0], answer.epoch[0])
         if self.output in (Output.KV, Output.ROWS):
             headers[wire.DEAD] = wire.format_ranges(np.flatnonzero(answer.dead))
         if self._stored:
@@ -289,10 +289,8 @@ def update_at_once(
     return answer
 
 
-def _described(
-    spec: TensorSpec, length: SupportsInt, base: SupportsInt, epoch: SupportsInt
-) -> dict[str, str]:
-    """Return the headers of a tensor and of its session."""
+def described(spec: TensorSpec, length: object, base: object, epoch: object) -> dict[str, str]:
+    """Return the headers of a tensor and of its session, whose numbers are spelled by `str`."""
     dtype, shape = spec
     return {
         wire.SHAPE: wire.format_shape(shape),

@@ -1,32 +1,44 @@
-"""Residual reads whose headers were checked before: a runner's heads differ in path and query.
+"""Residual reads whose headers llhttp parsed before, byte for byte: a runner's heads differ in path
+and query.
 
-What headers alone decide (who asks, the tensor's form, the length of the body) is remembered by
-their very bytes; path, query, admission and the state of the service are looked at every time.
-Whatever is unusual is not found here, and is checked in full.
+What headers alone decide (who asks, the tensor's form, the length of the body) is remembered by all
+their bytes, from the end of the request line to the blank line. A parser that reads the same bytes
+behind a request line of the same form finds the same, so it is not asked again: one expression
+reads the request line, one look-up the rest. Path, query, keys, admission and the state of the
+service are looked at every time. Whatever is unusual is not found here, and is checked in full.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from ctypes import addressof, c_char
 from dataclasses import dataclass
+from random import getrandbits
+from time import perf_counter
+from typing import NamedTuple
 
+from engram_core.direct import OneRead
 from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
 from service.bodies import Headers, Inbox
-from service.calls import Call
-from service.reads import ReadForm, SingleRead
-from service.state import ServiceState
+from service.calls import Call, find_shared
+from service.desk import ANSWER_HEADERS, AtOnce, Desk
+from service.exchange import JOIN_BYTES, Exchanges, Head, Line, answer_block
+from service.reads import ReadForm, SingleRead, described
+from service.state import Model, ServiceState
 from service.strict import INT64_MAX
 
 MAX_KNOWN = 256
 """Heads remembered; then all are forgotten."""
 
-_URL = re.compile(
-    rb"/v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
-    rb"\?position=(0|[1-9][0-9]{0,17})(?:&epoch=(0|[1-9][0-9]{0,17}))?"
+_LINE = re.compile(
+    rb"POST /v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
+    rb"\?position=(0|[1-9][0-9]{0,17})(?:&epoch=(0|[1-9][0-9]{0,17}))? HTTP/1\.1(?=\r\n)"
 )
+_END = b"\r\n\r\n"
 _PLAIN = frozenset(
     b"host content-type content-length authorization user-agent accept accept-encoding connection "
     b"expect x-engram-shape x-engram-dtype x-engram-table x-engram-owner "
@@ -35,76 +47,191 @@ _PLAIN = frozenset(
 """Heads with other headers are not remembered: they may differ from request to request."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
-    """What headers decide. told: of them, what the body's reception depends on."""
+    """What headers decide.
+
+    told: of them, what the body's reception depends on; num_bytes: of the body
+    layers: id as a path has it -> index; answer: of one that is given at once, all but what differs
+    place: where its body is gated then; None: it is too large, or in shared memory
+    """
 
     key: Key
     headers: dict[str, str]
     form: ReadForm
     told: Headers
+    num_bytes: int
+    layers: Mapping[bytes, int]
+    answer: bytes
+    place: memoryview | None
+
+
+class _Asked(NamedTuple):
+    """A request whose headers are known. begin: of its body, in what came."""
+
+    known: _Known
+    session_id: int
+    layer: bytes
+    position: int
+    epoch: int
+    begin: int
 
 
 class Recall:
     """Remembered heads; one for an app."""
 
-    def __init__(self, state: ServiceState) -> None:
-        self._state = state
-        self._known: dict[tuple[object, ...], _Known] = {}
+    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
+        self._state, self._desk, self._exchanges = state, desk, exchanges
+        self._known: dict[tuple[bool, bytes], _Known] = {}
+        self._model: Model | None = None
+        self._place = memoryview(b"")  # of one body at a time, where the backend wants it
+        self._address = 0
 
-    def find(
-        self,
-        url: bytes,
-        headers: Headers,
-        client: tuple[str, int] | None,
-        server: tuple[str, int | None] | None,
-        request_id: str,
-    ) -> tuple[Call, SingleRead] | None:
-        """Return a POST's call and read, as checking it in full would; None: check it."""
-        known = self._known.get((_is_unix(server), *headers))
-        found = None if known is None else _URL.fullmatch(url)
-        if known is None or found is None or not self._is_valid(known):
+    def answer(self, data: bytes, line: Line) -> bool:
+        """Answer a request that came whole, or begin it; False: nothing was done, parse it.
+
+        data: what came on a connection with nothing before it
+        """
+        begun_s = perf_counter()
+        asked = self._find(data, line)
+        if asked is None:
+            return False
+        place, length = asked.known.place, len(data) - asked.begin
+        if place is not None and length == asked.known.num_bytes:
+            place[:] = data[asked.begin :]
+            if self._answer_at_once(asked, place, line, begun_s):
+                return True
+        return length <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
+
+    def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
+        """Remember a head that was checked in full."""
+        if not (isinstance(read, SingleRead) and read.output is Output.RESIDUAL and call.key):
+            return
+        headers, block = head.headers, head.block
+        if not head.keep_alive or not all(name in _PLAIN for name, _ in headers):
+            return
+        if _headers_of(block) != headers:
+            return  # the parser saw something else in these bytes: they are not looked up
+        model, spec = read.form.model, (read.form.dtype, read.form.shape)
+        num_bytes = call.inbox.length or 0
+        is_small = 0 < num_bytes <= JOIN_BYTES and call.shared is None
+        told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
+        layer_ids = model.checkpoint.geometry.layer_ids
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[line.is_unix, block] = _Known(
+            key=call.key,
+            headers=call.headers,
+            form=read.form,
+            told=told,
+            num_bytes=num_bytes,
+            layers={b"%d" % layer: index for index, layer in enumerate(layer_ids)},
+            answer=answer_block(described(spec, "%d", "%d", "%d"), num_bytes) + ANSWER_HEADERS,
+            place=self._place_of(model, num_bytes) if is_small else None,
+        )
+
+    def _find(self, data: bytes, line: Line) -> _Asked | None:
+        """Return what is asked, if its head is known and would be decided alike now."""
+        found = _LINE.match(data)
+        if found is None:
+            return None
+        begin = data.find(_END, found.end()) + len(_END)
+        known = self._known.get((line.is_unix, data[found.end() : begin]))
+        if known is None or not self._state.serves(known.form.model):
+            return None
+        try:
+            self._state.access.confirm(known.key)
+        except EngramError:
             return None
         session_id, layer, position, epoch = found.groups()
-        form = known.form
-        known_layers = form.model.checkpoint.geometry.layer_ids
-        if int(layer) not in known_layers or int(session_id) > INT64_MAX:
+        if layer not in known.layers or int(session_id) > INT64_MAX:
             return None
-        call = Call(self._state, Inbox({"headers": known.told}), request_id)
+        return _Asked(
+            known,
+            int(session_id),
+            layer,
+            int(position),
+            EPOCH_OPENED if epoch is None else int(epoch),
+            begin,
+        )
+
+    def _answer_at_once(self, asked: _Asked, place: memoryview, line: Line, begun_s: float) -> bool:
+        """Answer what the engine answers here and now; False: nothing was done."""
+        known, transport = asked.known, line.transport
+        num_bytes = known.num_bytes
+        if transport.get_write_buffer_size() or not self._state.pool.has_room(num_bytes):
+            return False
+        received_s = perf_counter()
+        read = OneRead(
+            session_id=asked.session_id,
+            position=asked.position,
+            num_tokens=known.form.shape[0],
+            epoch=asked.epoch,
+            layer_index=known.layers[asked.layer],
+            residual=self._address,
+            is_f32=known.form.dtype == "F32",
+        )
+        try:
+            given = known.form.model.engine.read_residual(known.key.name, read)
+        except Exception:  # an exchange asks again, and tells it
+            return False
+        if given is None:
+            return False
+        checked_s = perf_counter()
+        stages = received_s - begun_s, checked_s - received_s - given.gate_s, given.gate_s
+        head = known.answer % (
+            given.length, given.base, given.epoch,
+            getrandbits(64), *[seconds * 1e3 for seconds in stages],
+        )  # fmt: skip
+        beginning = self._exchanges.begin_answer(200, line)
+        transport.write(b"".join((beginning, head, place)))
+        line.answered(known.key.name)
+        sent_s = perf_counter()
+        self._desk.tally(AtOnce(sent_s - begun_s, *stages, sent_s - checked_s, num_bytes))
+        return True
+
+    def _begin(self, asked: _Asked, body: bytes, line: Line) -> bool:
+        """Begin an exchange; False: it is refused, the ordinary way says how."""
+        known = asked.known
+        call = Call(self._state, Inbox({"headers": known.told}), f"{getrandbits(64):016x}")
         call.key, call.headers = known.key, known.headers
-        call.operation, call.peer = operations.RESIDUAL, client
+        call.operation, call.peer, call.connection = operations.RESIDUAL, line.client, line
         read = SingleRead(
             call,
             Output.RESIDUAL,
-            form,
-            session_id=int(session_id),
-            layer=int(layer),
-            position=int(position),
-            epoch=EPOCH_OPENED if epoch is None else int(epoch),
+            known.form,
+            session_id=asked.session_id,
+            layer=int(asked.layer),
+            position=asked.position,
+            epoch=asked.epoch,
         )
-        return call, read
-
-    def keep(
-        self, headers: Headers, server: tuple[str, int | None] | None, call: Call, read: object
-    ) -> None:
-        """Remember a head that was checked in full."""
-        if not isinstance(read, SingleRead) or read.output is not Output.RESIDUAL:
-            return
-        if call.key is None or not all(name in _PLAIN for name, _ in headers):
-            return
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
-        self._known[(_is_unix(server), *headers)] = _Known(call.key, call.headers, read.form, told)
-
-    def _is_valid(self, known: _Known) -> bool:
-        """Whether it would be decided alike now."""
         try:
-            self._state.access.confirm(known.key)
-            return self._state.check_open() is known.form.model
+            find_shared(call)
+            buffer = call.shared_body()
+            if buffer is None:
+                buffer = call.lease.buffer(known.num_bytes, "the body")
         except EngramError:
+            call.close()
             return False
+        line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
+        return True
+
+    def _place_of(self, model: Model, num_bytes: int) -> memoryview | None:
+        """Return where a small body is gated, in the memory of the model that is served.
+
+        None: there is no room now.
+        """
+        if self._model is not model:
+            try:
+                self._place = self._state.pool.memory.buffer(JOIN_BYTES).data
+            except EngramError:
+                return None
+            self._address = addressof(c_char.from_buffer(self._place))
+            self._model = model
+        return self._place[:num_bytes]
 
 
-def _is_unix(server: tuple[str, int | None] | None) -> bool:
-    return server is not None and server[1] is None
+def _headers_of(block: bytes) -> Headers:
+    """Return the headers that plain lines between two line ends are."""
+    lines = [line.partition(b":") for line in block[2 : -len(_END)].split(b"\r\n")]
+    return [(name.lower(), value.strip(b" \t")) for name, _, value in lines]

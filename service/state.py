@@ -144,6 +144,10 @@ class ServiceState:
             raise Draining("the service is about to stop; use another replica")
         return self.model
 
+    def serves(self, model: Model) -> bool:
+        """Whether new work is for this model."""
+        return self._model is model and not self.is_draining
+
     def enter(self) -> None:
         """Count a request in."""
         self.num_active += 1

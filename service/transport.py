@@ -93,16 +93,20 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
 class Connection(HttpToolsProtocol):
     """One connection. tenant: the name of the key that asked last; fast_path: None without one;
-    region: its shared memory."""
+    region: its shared memory; is_unix: it came by the Unix socket."""
 
     cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
     fast_path: FastPath | None = None
     region: Region | None = None
+    is_unix = False
+    _answered_s = float("-inf")  # when a request was answered that no exchange was made of
     _exchange: Exchange | None = None
     _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
+    _is_between = True  # the parser has not begun a request that it has not ended
     _head_bytes = 0
+    _first = b""  # a packet that begins with the head that is parsed now
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
 
@@ -121,6 +125,16 @@ class Connection(HttpToolsProtocol):
     def is_gone(self) -> bool:
         """Whether it is closed, by either side: what is sent is dropped."""
         return bool(self.transport.is_closing())
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the body of the request that came last is there."""
+        return self.cycle is not None and not self.cycle.more_body
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether what is sent would have to wait until the peer takes what was sent."""
+        return bool(self.flow.write_paused)
 
     def abort(self) -> None:
         """Cut the connection, whatever is still to be sent."""
@@ -157,6 +171,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.is_unix = self.server is not None and self.server[1] is None
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -182,12 +197,16 @@ class Connection(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        if self._is_between and (self.cycle is None or self.cycle.response_complete):
+            if self.fast_path is not None and self.fast_path.recall(data, self):
+                return
+            self._first = data
         self._packet = data
         super().data_received(data)
         while self._behind_upgrade and not self.transport.is_closing():
             self._packet, self._behind_upgrade = self._behind_upgrade, b""
             super().data_received(self._packet)
-        self._packet = b""
+        self._packet = self._first = b""
         if self.transport.is_closing():
             return
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -207,6 +226,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_between = False
         self._head_bytes = 0
         scope: Any = self.scope
         scope["extensions"] = {CONNECTION: {"connection": self}}
@@ -216,9 +236,11 @@ class Connection(HttpToolsProtocol):
             # The parser would skip the body, and take what comes of it for the next request.
             raise BadRequest("a request with a body cannot ask for another protocol")
         if (exchange := self._begin()) is not None:
+            self._first = b""
             self.cycle = self._exchange = exchange
             self._is_asked = False
             return
+        self._first = b""
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":
             transport: Any = _HeadHolder(self.transport)
@@ -237,8 +259,22 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_between = True
         if self.cycle is not self._exchange:
             super().on_message_complete()
+
+    def begin(self, exchange: Exchange, body: bytes) -> None:
+        """Begin an exchange whose head nobody parsed; some of its body came with it."""
+        self._unset_keepalive_if_required()
+        self.cycle = self._exchange = exchange
+        exchange.feed(body)
+        self._ask(exchange)
+
+    def answered(self, tenant: str) -> None:
+        """Note a request that was answered at once."""
+        self.tenant = tenant
+        self.server_state.total_requests += 1
+        self._answered_s = self.loop.time()
 
     def finished(self, exchange: Exchange) -> None:
         """Go on after an exchange."""
@@ -254,9 +290,11 @@ class Connection(HttpToolsProtocol):
     def take_back(self) -> None:
         """Have the transport again: a body is complete."""
         self.transport.set_protocol(self)
-        # The old one still waits for the body. Nothing behind it was read.
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        if not self._is_between:
+            # The old one still waits for the body. Nothing behind it was read.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._is_between = True
         if self._exchange is not None:
             self._exchange.work()
 
@@ -275,8 +313,15 @@ class Connection(HttpToolsProtocol):
             client=self.client,
             server=self.server,
             keep_alive=self.parser.should_keep_alive(),
+            block=self._header_block(),
         )
         return self.fast_path.begin(head, self)
+
+    def _header_block(self) -> bytes:
+        """Return the bytes of the headers that were just parsed, if they came whole."""
+        line_end = self._first.find(b"\r\n")
+        end = self._first.find(b"\r\n\r\n")
+        return b"" if end < 0 else self._first[line_end : end + 4]
 
     def _ask(self, exchange: Exchange) -> None:
         """Begin an exchange whose head, and maybe some of its body, is there."""
@@ -309,6 +354,10 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""
+        left_s = self._answered_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._watch_idle(left_s)
+            return
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
@@ -319,8 +368,9 @@ class Connection(HttpToolsProtocol):
             b"transfer-encoding" in names or names.get(b"content-length", b"0").strip(b"0") != b""
         )
 
-    def _watch_idle(self) -> None:
+    def _watch_idle(self, seconds: float | None = None) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive if seconds is None else seconds,
+            self.timeout_keep_alive_handler,
         )

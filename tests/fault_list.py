@@ -23,6 +23,7 @@ STORED = "tests/native/test_stored_wkv.py"
 GATES = "tests/unit/test_reference_backend.py"
 CPU = "tests/native/test_cpu.py"
 DIRECT = "tests/laws/test_direct_reads.py"
+AT_ONCE = "tests/service/test_recall_at_once.py"
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,57 @@ FAULTS = (
         "remembered-key-is-not-asked-again",
         "service/recall.py",
         "            self._state.access.confirm(known.key)\n",
+        "            pass\n",
+        f"{AT_ONCE}::test_a_removed_key_is_refused",
+    ),
+    fault(
+        "recall-inside-another-request",
+        "service/transport.py",
+        "        if self._is_between and (",
+        "        if True and (",
+        f"{AT_ONCE}::test_inside_another_head_it_is_part_of_that_head",
+    ),
+    fault(
+        "recall-of-what-the-parser-saw-otherwise",
+        "service/recall.py",
+        "        if _headers_of(block) != headers:\n",
+        "        if not block:\n",
+        f"{AT_ONCE}::test_headers_that_the_parser_saw_otherwise_are_not_remembered",
+    ),
+    fault(
+        "recall-takes-the-next-request-for-its-body",
+        "service/recall.py",
+        "        return length <= asked.known.num_bytes and self._begin(",
+        "        return self._begin(",
+        f"{AT_ONCE}::test_two_in_one_packet_are_answered_in_order",
+    ),
+    fault(
+        "recall-without-room",
+        "service/recall.py",
+        " or not self._state.pool.has_room(num_bytes)",
         "",
-        "tests/service/test_recall.py::test_a_removed_key_is_refused",
+        f"{AT_ONCE}::test_without_room_it_is_refused",
+    ),
+    fault(
+        "recall-for-a-reader-that-takes-nothing",
+        "service/recall.py",
+        "transport.get_write_buffer_size() or ",
+        "",
+        f"{AT_ONCE}::test_while_answers_wait_to_be_taken_an_exchange_watches_the_reader",
+    ),
+    fault(
+        "recalled-connection-ends-as-idle",
+        "service/transport.py",
+        "        self._answered_s = self.loop.time()\n",
+        "",
+        f"{AT_ONCE}::test_an_answer_at_once_renews_the_connection",
+    ),
+    fault(
+        "recall-that-metrics-do-not-tell",
+        "service/metrics.py",
+        "        self._count()\n",
+        "",
+        f"{AT_ONCE}::test_each_is_counted_when_metrics_are_asked_for",
     ),
     # ------------------------------------------------------------------ direct reads
     fault(

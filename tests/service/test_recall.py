@@ -48,14 +48,14 @@ class Found:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        find = Recall.find
+        answer = Recall.answer
 
-        def counted(*arguments: Any) -> Any:
-            found = find(*arguments)
-            self.count += found is not None
-            return found
+        def counted(*arguments: Any) -> bool:
+            is_found = answer(*arguments)
+            self.count += is_found
+            return is_found
 
-        monkeypatch.setattr(Recall, "find", counted)
+        monkeypatch.setattr(Recall, "answer", counted)
 
 
 @pytest.fixture
