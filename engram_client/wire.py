@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ml_dtypes
@@ -43,6 +44,9 @@ SHARED_BODY = "X-Engram-Shared-Body"
 SHARED_ANSWER = "X-Engram-Shared-Answer"
 """In a request, where the answer may be put: `offset,bytes`. In an answer, what of it lies there:
 `offset,bytes,at`, to be inserted at byte `at` of what came over the socket."""
+
+_REMEMBERED, _SHORT_HEAD_BYTES = 256, 1024
+"""Heads whose meaning is remembered, and the longest of them."""
 
 JSON_MEDIA = "application/json"
 PROBLEM_MEDIA = "application/problem+json"
@@ -137,6 +141,15 @@ def encode_head(specs: Mapping[str, TensorSpec]) -> tuple[bytes, list[str]]:
 
     Raises WireError: an unknown dtype, or a head above MAX_HEAD_BYTES.
     """
+    head, order = _encoded_head(tuple(specs), tuple(specs.values()))
+    return head, [*order]
+
+
+@lru_cache(_REMEMBERED)
+def _encoded_head(
+    names: tuple[str, ...], values: tuple[TensorSpec, ...]
+) -> tuple[bytes, tuple[str, ...]]:
+    specs = dict(zip(names, values, strict=True))
     sizes = {name: num_bytes(spec) for name, spec in specs.items()}
     order = sorted(specs, key=lambda name: -sizes[name])
     entries: dict[str, Any] = {}
@@ -151,7 +164,7 @@ def encode_head(specs: Mapping[str, TensorSpec]) -> tuple[bytes, list[str]]:
         raise WireError(
             "too many tensors for one head", expected=f"<= {MAX_HEAD_BYTES} bytes", got=len(text)
         )
-    return struct.pack("<Q", len(text)) + text, order
+    return struct.pack("<Q", len(text)) + text, tuple(order)
 
 
 def encoded_size(specs: Mapping[str, TensorSpec]) -> int:
@@ -214,6 +227,11 @@ def decode_head(head: bytes, data_bytes: int) -> dict[str, tuple[TensorSpec, int
     head: the JSON text; data_bytes: of what follows it
     Raises WireError.
     """
+    # A runner's heads are the same from step to step.
+    return dict((_known_head if len(head) <= _SHORT_HEAD_BYTES else _read_head)(head, data_bytes))
+
+
+def _read_head(head: bytes, data_bytes: int) -> dict[str, tuple[TensorSpec, int, int]]:
     entries = load_json(head)
     if not isinstance(entries, dict) or head[0] != ord("{"):
         raise WireError("the head is not a JSON object", expected="{name: {...}}", got="other")
@@ -229,6 +247,9 @@ def decode_head(head: bytes, data_bytes: int) -> dict[str, tuple[TensorSpec, int
     if at != data_bytes:
         raise WireError("the data ends elsewhere than the file", expected=at, got=data_bytes)
     return found
+
+
+_known_head = lru_cache(_REMEMBERED)(_read_head)
 
 
 def _split_head(file: memoryview) -> tuple[bytes, memoryview]:

@@ -279,3 +279,17 @@ def test_bfloat16_is_the_same_in_numpy_and_torch() -> None:
     numpy_view = wire.as_view(bits.view(ml_dtypes.bfloat16))
     torch_view = wire.as_view(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
     assert (numpy_view.dtype, bytes(numpy_view.data)) == ("BF16", bytes(torch_view.data))
+
+
+def test_a_head_that_was_seen_before_is_read_and_written_as_the_first_time() -> None:
+    specs = {"count": ("I32", (1,)), "residual": ("BF16", (1, 2, 64))}
+    head, order = wire.encode_head(specs)
+    order.append("spoiled")
+    again, order = wire.encode_head(specs)
+    assert (again, order) == (head, ["residual", "count"])
+    found = wire.decode_head(head[8:], 260)
+    found.clear()
+    assert set(wire.decode_head(head[8:], 260)) == {"count", "residual"}
+    for _ in range(2):  # refused each time
+        with pytest.raises(wire.WireError, match="the data ends elsewhere"):
+            wire.decode_head(head[8:], 261)
