@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from engram_core.errors import EngramError
@@ -129,14 +130,20 @@ def check_scope(key: Key, scopes: tuple[str, ...]) -> None:
 def check_host(headers: Headers) -> None:
     """Raises Misdirected: the one Host header is not a name of this machine."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-    if found is None or not is_loopback(found[1]):
+    if len(hosts) != 1 or not _is_own(hosts[0]):
         refusal: EngramError = Misdirected(
             "without API keys only this machine's own names are answered",
             expected="one Host: localhost, 127.0.0.1 or [::1]",
             got=", ".join(hosts)[:80],
         )
         raise refusal
+
+
+@lru_cache(maxsize=16)
+def _is_own(host: str) -> bool:
+    """Tell whether a Host header is a name of this machine; addresses take long to parse."""
+    found = _HOST.fullmatch(host)
+    return found is not None and is_loopback(found[1])
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:

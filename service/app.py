@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engram_core.errors import EngramError
 from service.calls import Endpoint, endpoint
 from service.desk import Desk
 from service.door import Door
 from service.fast_path import FastPath
 from service.openapi import describe_route, document
-from service.operations import OPERATIONS
+from service.operations import OPERATIONS, PUSH, RESIDUAL, STEP
 from service.problems import MethodNotAllowed, NotFound
 from service.routes import HANDLERS
 from service.settings import Settings
 from service.state import Model, ServiceState
+
+_OFTEN = frozenset((RESIDUAL.name, STEP.name, PUSH.name))
 
 
 def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
@@ -33,16 +33,15 @@ def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
     """
     state = ServiceState(settings)
     desk = Desk(state)
-    app = FastAPI(
+    app = App(
         title="Engram",
         version="1",
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(Door, state=state, desk=desk)],
-        exception_handlers={HTTPException: _no_such_route},
     )
+    app.door = Door(app.routed, state, desk)
     app.state.service = state
     app.state.desk = desk
     app.state.fast_path = FastPath(state, desk)
@@ -54,10 +53,34 @@ def create_app(settings: Settings, model: Model | None = None) -> FastAPI:
         route = app.router.routes[-1]
         assert isinstance(route, APIRoute)
         route.app = _called(answer)
+    # Tried one after the other: first what runners ask for.
+    app.router.routes.sort(key=_is_rare)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     if model is not None:
         state.serve(model)
     return app
+
+
+class App(FastAPI):
+    """FastAPI's routes right behind the front door, which does what its middlewares would."""
+
+    door: Door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a request to the door."""
+        scope["app"] = self
+        await self.door(scope, receive, send)
+
+    async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by a route. Raises NotFound, MethodNotAllowed, what the route raises."""
+        try:
+            await self.router(scope, receive, send)
+        except HTTPException:
+            raise _no_such_route(self, scope) from None
+
+
+def _is_rare(route: BaseRoute) -> bool:
+    return not (isinstance(route, APIRoute) and route.name in _OFTEN)
 
 
 def _called(answer: Endpoint) -> ASGIApp:
@@ -71,16 +94,16 @@ def _called(answer: Endpoint) -> ASGIApp:
     return call
 
 
-async def _no_such_route(request: Request, error: Exception) -> NoReturn:
-    """Say that a path, or its method, is not there. Raises NotFound, MethodNotAllowed."""
+def _no_such_route(app: FastAPI, scope: Scope) -> EngramError:
+    """Return what says that a path, or its method, is not there."""
     allowed = sorted(
         method
-        for route in request.app.routes
-        if route.matches(request.scope)[0] is not Match.NONE
-        for method in route.methods
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE
+        for method in route.methods or ()
     )
     if not allowed:
-        raise NotFound("no such route", got=request.url.path[:120])
-    raise MethodNotAllowed(
-        "the route has other methods", expected=", ".join(allowed), got=request.method
+        return NotFound("no such route", got=str(scope["path"])[:120])
+    return MethodNotAllowed(
+        "the route has other methods", expected=", ".join(allowed), got=scope["method"]
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from starlette.types import Message, Receive, Scope, Send
@@ -35,6 +36,18 @@ class ClientGoneError(Exception):
     """The client left before its body was complete, or before it took its answer."""
 
 
+class Peer(Protocol):
+    """What a connection tells of its other end."""
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the body of the request that came last is there."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether what is sent would have to wait."""
+
+
 async def received_elsewhere() -> Message:
     """Stand for ASGI's receive where a body comes another way: nobody asks here."""
     raise AssertionError("this body does not come over ASGI")
@@ -52,6 +65,14 @@ class Inbox:
         self.num_bytes = 0
         self.is_complete = not self.is_chunked and not self.length
         self._receive = receive
+        self._peer: Peer | None = (
+            (scope.get("extensions") or {}).get(CONNECTION, {}).get("connection")
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it has arrived: nothing is waited for."""
+        return self._peer is not None and self._peer.has_body
 
     async def next(self) -> bytes:
         """Return the next bytes. Raises ClientGoneError."""
@@ -109,28 +130,35 @@ def _checked_length(length: int) -> int:
 
 async def _receive(inbox: Inbox, buffer: memoryview) -> memoryview:
     """Receive into a buffer; exactly its bytes if the length was given."""
-    num_bytes, end = len(buffer), 0
-    try:
-        async with asyncio.timeout(GRACE_S) as deadline:
-            while not inbox.is_complete:
-                piece = await inbox.next()
-                if end + len(piece) > num_bytes:
-                    raise BodyTooLarge(
-                        "the body is longer than announced or allowed",
-                        expected=f"<= {num_bytes} bytes",
-                    )
-                buffer[end : end + len(piece)] = piece
-                end += len(piece)
-                _extend(deadline, len(piece))
-    except TimeoutError:
-        raise RequestTimeout(
-            "the body came too slowly",
-            expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
-            got=f"{end} bytes",
-        ) from None
-    if inbox.length is not None and end != num_bytes:
-        raise BadRequest("the body is shorter than announced", expected=num_bytes, got=end)
+    if inbox.is_here:
+        await _fill(inbox, buffer, None)
+    else:
+        try:
+            async with asyncio.timeout(GRACE_S) as deadline:
+                await _fill(inbox, buffer, deadline)
+        except TimeoutError:
+            raise RequestTimeout(
+                "the body came too slowly",
+                expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
+                got=f"{inbox.num_bytes} bytes",
+            ) from None
+    end = inbox.num_bytes
+    if inbox.length is not None and end != len(buffer):
+        raise BadRequest("the body is shorter than announced", expected=len(buffer), got=end)
     return buffer[:end]
+
+
+async def _fill(inbox: Inbox, buffer: memoryview, deadline: asyncio.Timeout | None) -> None:
+    while not inbox.is_complete:
+        begin, piece = inbox.num_bytes, await inbox.next()
+        if inbox.num_bytes > len(buffer):
+            raise BodyTooLarge(
+                "the body is longer than announced or allowed",
+                expected=f"<= {len(buffer)} bytes",
+            )
+        buffer[begin : inbox.num_bytes] = piece
+        if deadline is not None:
+            _extend(deadline, len(piece))
 
 
 def _extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
@@ -140,16 +168,20 @@ def _extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
     deadline.reschedule(when + num_bytes / MIN_BYTES_PER_S)
 
 
-async def send_answer(send: Send, headers: Headers, buffers: Sequence[Buffer]) -> int:
+async def send_answer(
+    send: Send, headers: Headers, buffers: Sequence[Buffer], peer: Peer | None = None
+) -> int:
     """Send a 200 from its buffers without joining them; return its bytes.
 
     Raises ClientGoneError: they are not taken at MIN_BYTES_PER_S; the connection is to be cut.
     """
     num_bytes = sum(map(len, buffers))
-    await _send_head(send, headers, num_bytes)
     if num_bytes <= SMALL_BODY_BYTES:
-        await _send_in_time(send, {"type": "http.response.body", "body": b"".join(buffers)})
+        in_time = _send_in_time if peer is None or peer.is_stalled else _send_now
+        await in_time(send, _head(headers, num_bytes))
+        await in_time(send, {"type": "http.response.body", "body": b"".join(buffers)})
         return num_bytes
+    await _send_in_time(send, _head(headers, num_bytes))
     for buffer in buffers:
         await _send_paced(send, buffer)
     await _send_in_time(send, {"type": "http.response.body", "body": b""})
@@ -168,7 +200,7 @@ async def send_stream(
     is_gone: whether the client has left: what is sent then is dropped, and nothing more is made
     Raises ClientGoneError.
     """
-    await _send_head(send, headers, num_bytes)
+    await _send_in_time(send, _head(headers, num_bytes))
     num_sent = 0
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         await _send_paced(send, piece)
@@ -179,9 +211,14 @@ async def send_stream(
     return num_bytes
 
 
-async def _send_head(send: Send, headers: Headers, num_bytes: int) -> None:
-    headers = [*headers, (b"content-length", str(num_bytes).encode())]
-    await _send_in_time(send, {"type": "http.response.start", "status": 200, "headers": headers})
+def _head(headers: Headers, num_bytes: int) -> Message:
+    headers = [*headers, (b"content-length", b"%d" % num_bytes)]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def _send_now(send: Send, message: Message) -> None:
+    """Send where nothing is waited for: a timer costs as much as a small answer's head."""
+    await send(message)
 
 
 async def _send_in_time(send: Send, message: Message) -> None:

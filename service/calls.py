@@ -258,5 +258,5 @@ class BufferAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         begin = time.perf_counter()
-        call.sent_bytes = await send_answer(send, self.raw_headers, self._buffers)
+        call.sent_bytes = await send_answer(send, self.raw_headers, self._buffers, call.connection)
         call.stages["send"] = time.perf_counter() - begin

@@ -96,6 +96,14 @@ class Connection(Protocol):
     def abort(self) -> None:
         """Cut it at once."""
 
+    @property
+    def has_body(self) -> bool:
+        """Whether the body of the request that came last is there."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether what is sent would have to wait."""
+
     def check_sharing(self) -> None:
         """See that a region can be given. Raises NotFound, BadRequest, ClientGoneError."""
 

@@ -131,7 +131,7 @@ class RawRequest:
         *, then_wait: bool = True,
     ) -> None:  # fmt: skip
         path, _, query = path.partition("?")
-        self.aborted = False
+        self.aborted, self.has_body, self.is_stalled = False, False, True
         self.sent: list[Message] = []
         self._messages: Iterator[Message] = iter(messages)
         self._then_wait = then_wait
