@@ -70,7 +70,8 @@ class Call:
     @property
     def client(self) -> Hashable:
         """Whose turn it is among clients: a key's runner, else its connection's other end."""
-        return self.tenant, self.headers.get(wire.OWNER.lower()), self.peer
+        peer = self.peer or id(self.connection)  # other ends of a Unix socket have no names
+        return self.tenant, self.headers.get(wire.OWNER.lower()), peer
 
     @property
     def lease(self) -> Lease:

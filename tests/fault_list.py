@@ -992,6 +992,13 @@ FAULTS = (
         "::test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all",
     ),
     fault(
+        "one-turn-for-all-of-a-unix-socket",
+        "service/calls.py",
+        "        peer = self.peer or id(self.connection)",
+        "        peer = self.peer",
+        "tests/service/test_transport.py::test_connections_of_a_unix_socket_take_turns_like_others",
+    ),
+    fault(
         "asking-thread-takes-what-a-lane-is-making",
         "engram_core/kv_store.py",
         "            elif not self._filled[slot]:\n",

@@ -54,7 +54,8 @@ def begin(state: ServiceState, operation: Operation, context: Context) -> tuple[
     ]
     call = Call(state, no_inbox(), request_id(headers))
     call.operation = operation
-    call.peer = context.peer()
+    peer = context.peer()
+    call.peer = (peer, id(context)) if peer.startswith("unix:") else peer  # they all have one name
     return call, headers
 
 

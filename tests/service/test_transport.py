@@ -6,10 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service import bodies, transport
+from service.access import KEYLESS
+from service.bodies import Inbox
+from service.calls import Call
 from service.transport import MAX_HEAD_BYTES, Connection
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess
@@ -216,3 +220,15 @@ def test_refusal_reaches_a_client_that_writes_first(ask: Ask) -> None:
     answer = ask(say(head, *[b"\0" * 1_000_000] * 20))
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"body_too_large" in answer
+
+
+@pytest.mark.parametrize("peer", [None, ("127.0.0.1", 4)])
+def test_connections_of_a_unix_socket_take_turns_like_others(door: InProcess, peer: Any) -> None:
+    """They have no address: one that prefills would have the others wait behind all of it."""
+    calls = []
+    for connection in (object(), object()):
+        call = Call(door.state, Inbox({"headers": []}), "id")
+        call.key, call.peer, call.connection = KEYLESS, peer, connection  # type: ignore[assignment]
+        calls.append(call)
+    assert (calls[0].client == calls[1].client) == (peer is not None)
+    assert calls[0].client == calls[0].client
