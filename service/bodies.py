@@ -157,7 +157,7 @@ async def _fill(inbox: Inbox, buffer: memoryview, deadline: asyncio.Timeout | No
                 expected=f"<= {len(buffer)} bytes",
             )
         buffer[begin : inbox.num_bytes] = piece
-        if deadline is not None:
+        if deadline is not None and not inbox.is_complete:
             _extend(deadline, len(piece))
 
 

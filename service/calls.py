@@ -185,10 +185,10 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     if operation.scopes:
         assert call.key is not None
         check_scope(call.key, operation.scopes)
-    required = [parameter.name for parameter in operation.query if parameter.is_required]
-    known = [parameter.name for parameter in operation.query]
-    call.query = strict.query(scope["query_string"], known, required)
-    call.headers = strict.engram_headers(scope["headers"], operation.headers)
+    call.query = strict.query(
+        scope["query_string"], operation.query_names, operation.required_names
+    )
+    call.headers = strict.engram_headers(scope["headers"], operation.header_names)
     for name in operation.required_headers:
         if name.lower() not in call.headers:
             raise SchemaError(f"header {name} is missing", expected=name)

@@ -6,6 +6,9 @@ fault into a problem document.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import problems
@@ -40,7 +43,9 @@ class Door:
         finally:
             call.close()
             self._state.leave()
-            self._desk.record(call, code, reply.status, scope["headers"])
+            # In the next turn: uvloop writes the answer at the end of this one.
+            record = partial(self._desk.record, call, code, reply.status, scope["headers"])
+            asyncio.get_running_loop().call_soon(record)
 
     async def _answer(self, scope: Scope, receive: Receive, reply: _Reply) -> str:
         """Answer by a route or by a refusal; return "ok" or the refusal's code."""

@@ -48,6 +48,7 @@ class Operation:
     body: the model of a JSON body, or the description of a tensor body
     headers: X-Engram headers taken; required_headers: those that must be there
     scopes: of the keys that may call it; none: no key is needed
+    query_names, required_names, header_names: of all, of what must be there, in lower case
     """
 
     name: str
@@ -63,10 +64,21 @@ class Operation:
     scopes: tuple[str, ...] = ("use",)
     has_layer: bool = field(init=False)
     has_session: bool = field(init=False)
+    query_names: tuple[str, ...] = field(init=False)
+    required_names: tuple[str, ...] = field(init=False)
+    header_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "has_layer", "{layer}" in self.path)
-        object.__setattr__(self, "has_session", "{session_id}" in self.path)
+        required = tuple(parameter.name for parameter in self.query if parameter.is_required)
+        made = {
+            "has_layer": "{layer}" in self.path,
+            "has_session": "{session_id}" in self.path,
+            "query_names": tuple(parameter.name for parameter in self.query),
+            "required_names": required,
+            "header_names": tuple(name.lower() for name in self.headers),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_tensor_body(self) -> bool:

@@ -78,14 +78,14 @@ def query(raw: bytes, known: Sequence[str], required: Sequence[str]) -> dict[str
 def engram_headers(headers: Iterable[tuple[bytes, bytes]], known: Sequence[str]) -> dict[str, str]:
     """Return the X-Engram headers by lower-case name, each known and given once.
 
-    Raises SchemaError.
+    known: in lower case. Raises SchemaError.
     """
     pairs = [
         (name.decode("latin-1"), value.decode("latin-1").strip())
         for name, value in headers
         if name.startswith(b"x-engram-")
     ]
-    return _once("header", pairs, [name.lower() for name in known], ())
+    return _once("header", pairs, known, ())
 
 
 def _once(

@@ -24,6 +24,8 @@ from service.operations import Operation
 from service.problems import RequestTimeout
 from service.state import ServiceState
 
+_HEADERS = wire.TABLE.lower(), wire.OWNER.lower()
+
 MAX_TRAILER_BYTES = 6 << 10
 """Of a problem document in trailing metadata: clients take 8 KB of metadata in all."""
 
@@ -67,7 +69,7 @@ def check(call: Call, headers: Headers) -> None:
     assert call.operation is not None
     call.key = identify(call.state, headers)
     check_scope(call.key, call.operation.scopes)
-    call.headers = strict.engram_headers(headers, (wire.TABLE, wire.OWNER))
+    call.headers = strict.engram_headers(headers, _HEADERS)
     check_table(call)
 
 
