@@ -33,8 +33,8 @@ struct GateArgs {
 };
 
 // kOnce: a block owns one token. kStays: it walks over tokens of its stream, with q*k (20 KB a
-// stream) in registers; better for many tokens. kCaptured: as kOnce, and what it reads and writes
-// is said by the descriptor.
+// stream) in registers; better for many tokens. kCaptured: it walks, and what it reads and writes,
+// over the link as a rule, is said by the descriptor.
 enum class Mode { kOnce, kStays, kCaptured };
 
 // 16 bytes of residual and the bf16 beside them. They stay packed until they are used.
@@ -162,9 +162,10 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
     gate_kernel(const __grid_constant__ GateArgs args) {
   using V = Vector<kIsF32>;
   constexpr int kWidth = V::kWidth;
-  constexpr bool kStays = kMode == Mode::kStays;
+  constexpr bool kStays = kMode == Mode::kStays, kCaptured = kMode == Mode::kCaptured;
+  constexpr bool kWalks = kStays || kCaptured;
   // Two sets in turn: a warp may start the next token while another still reads this one's gate.
-  __shared__ BlockSums shared[kStays ? 2 : 1];
+  __shared__ BlockSums shared[kWalks ? 2 : 1];
   const int vectors = args.dim / kWidth, hc = args.hc_mult;
   const int stream = blockIdx.x % hc;
   const int64_t step = gridDim.x / hc;
@@ -181,18 +182,28 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
   if (kStays) load_all_weights();
 
   int turn = 0;
-  for (int64_t token = blockIdx.x / hc; token < args.num_tokens; token += step) {
+  int64_t token = blockIdx.x / hc, next_slot = 0;
+  bool is_next_dead = false;
+  const void* from = args.residual;
+  void* to = args.out;
+  const auto ask = [&](int64_t next) {
+    next_slot = __ldg(args.descriptor->slots + next);
+    is_next_dead = __ldg(args.descriptor->is_dead + next) != 0;
+  };
+  if constexpr (kCaptured) {
+    // Over the link, all four at once.
+    from = load_pointer(&args.descriptor->residual);
+    to = load_pointer(&args.descriptor->out);
+    ask(token);
+  }
+  for (; token < args.num_tokens; token += step) {
     const int64_t row = token * hc * vectors + first;
-    const void* from = args.residual;
-    void* to = args.out;
     int64_t slot;
     bool is_dead;
-    if constexpr (kMode == Mode::kCaptured) {
-      // Over the link, all four at once.
-      from = load_pointer(&args.descriptor->residual);
-      to = load_pointer(&args.descriptor->out);
-      slot = __ldg(args.descriptor->slots + token);
-      is_dead = __ldg(args.descriptor->is_dead + token) != 0;
+    if constexpr (kCaptured) {
+      slot = next_slot;
+      is_dead = is_next_dead;
+      if (token + step < args.num_tokens) ask(token + step);
     } else {
       is_dead = args.list.dead(token);
       slot = is_dead ? 0 : args.list.slot(token);
@@ -203,7 +214,7 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       if (to != from)
         for (int vector = threadIdx.x; vector < vectors; vector += blockDim.x)
           out[vector] = residual[vector];
-      if (!kStays) return;
+      if (!kWalks) return;
       continue;
     }
     const auto* kv =
@@ -230,7 +241,7 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       add_products(sums, h, k, w[i]);
     }
     const float gate = gate_of_block(sums, args, shared[turn]);
-    if (kStays) turn ^= 1;
+    if (kWalks) turn ^= 1;
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -245,7 +256,7 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       for (int j = 0; j < kWidth; ++j) h[j] = __fadd_rn(h[j], __fmul_rn(gate, v[j]));
       out[vector] = V::pack(h);
     }
-    if (!kStays) return;
+    if (!kWalks) return;
   }
 }
 
@@ -265,13 +276,18 @@ engram_status resident_blocks(int threads, int64_t& blocks) {
 // us; f32 at 8192 tokens 428 against 410, its q*k registers cost a block a multiprocessor).
 constexpr int64_t kStayTokens = 512;
 
+// So many tokens at a time over the link: with all 64 at once everything is read before anything is
+// written, and the link works one way at a time (a hit at 64 tokens: 97 us, 107 all at once).
+constexpr int64_t kLinkTokens = 8;
+
 template <bool kIsF32, int kVectors>
 engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
   const int vectors = args.dim / Vector<kIsF32>::kWidth;
   const int threads = ((vectors + kVectors - 1) / kVectors + 31) / 32 * 32;
   if (args.descriptor != nullptr) {
+    const int64_t walkers = args.num_tokens < kLinkTokens ? args.num_tokens : kLinkTokens;
     gate_kernel<kIsF32, kVectors, Mode::kCaptured>
-        <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
+        <<<static_cast<unsigned>(walkers * args.hc_mult), threads, 0, stream>>>(args);
   } else if (kIsF32 || args.num_tokens <= kStayTokens) {
     gate_kernel<kIsF32, kVectors, Mode::kOnce>
         <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
