@@ -26,13 +26,17 @@ from service.access import Key
 from service.bodies import Headers, Inbox
 from service.calls import Call, find_shared
 from service.desk import ANSWER_HEADERS, AtOnce, Desk
-from service.exchange import JOIN_BYTES, Exchanges, Head, Line, answer_block
+from service.exchange import Exchanges, Head, Line, answer_block
 from service.reads import ReadForm, SingleRead, described
 from service.state import Model, ServiceState
 from service.strict import INT64_MAX
 
 MAX_KNOWN = 256
 """Heads remembered; then all are forgotten."""
+
+AT_ONCE_BYTES = 240 << 10
+"""Larger bodies do not come whole in one read of an event loop, nor are their answers copied behind
+their head for less than an exchange costs."""
 
 _LINE = re.compile(
     rb"POST /v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
@@ -98,7 +102,7 @@ class Recall:
             return False
         place, length = asked.known.place, len(data) - asked.begin
         if place is not None and length == asked.known.num_bytes:
-            place[:] = data[asked.begin :]
+            place[:] = memoryview(data)[asked.begin :]
             if self._answer_at_once(asked, place, line, begun_s):
                 return True
         return length <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
@@ -114,7 +118,7 @@ class Recall:
             return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
         num_bytes = call.inbox.length or 0
-        is_small = 0 < num_bytes <= JOIN_BYTES and call.shared is None
+        is_small = 0 < num_bytes <= AT_ONCE_BYTES and call.shared is None
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
         if len(self._known) >= MAX_KNOWN:
@@ -223,7 +227,7 @@ class Recall:
         """
         if self._model is not model:
             try:
-                self._place = self._state.pool.memory.buffer(JOIN_BYTES).data
+                self._place = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
             except EngramError:
                 return None
             self._address = addressof(c_char.from_buffer(self._place))
