@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kArrangeWarps * 32)
     for (int i = 0; i < 16; ++i) {
       const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, i);
       const uint32_t code = rows[place.output * args.row_bytes + place.k];
-      word[i / 4] |= code << (8 * (i % 4));
+      word[i / 4] |= ArrangedE4M3::in_word(code, i % 4);
       is_exotic |= !ArrangedE4M3::is_plain(code);
     }
     uint8_t* to = args.arranged +

@@ -1,7 +1,8 @@
 // The gate between host buffers. Few tokens: one launch that reads and writes pinned memory in
-// place; while their projection still runs, the residual goes up ahead of it. More: pieces that go up, through the gate and down on three streams, so that both
-// directions of the link are busy. Pageable memory passes through the lanes' pinned stages; several
-// threads copy, each with a lane and a stream of its own.
+// place; while their projection still runs, the residual goes up ahead of it. More: pieces that go
+// up, through the gate and down on three streams, so that both directions of the link are busy.
+// Pageable memory passes through the lanes' pinned stages; several threads copy, each with a lane
+// and a stream of its own.
 #include <cuda_runtime.h>
 #include <string.h>
 #include <time.h>

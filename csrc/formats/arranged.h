@@ -90,10 +90,18 @@ struct ArrangedE4M3 {
   ENGRAM_HD static bool is_plain_scale(uint32_t scale) { return scale <= kLargestScale; }
   ENGRAM_HD static uint32_t factor(uint32_t scale) { return (scale + 120u) * 0x00800080u; }
 
-  // Bytes 1 and 3, then bytes 0 and 2.
+  // The bits of the code that is byte `byte` of a word, where decode_word looks for them: codes 1
+  // and 3 lie in place, each in a half; codes 0 and 2 fill the gaps.
+  ENGRAM_HD static uint32_t in_word(uint32_t code, int byte) {
+    const uint32_t half = byte % 2 ? (code & 0x80u) << 8 | (code & 0x7Fu) << 4
+                                   : (code & 0x80u) << 4 | (code & 0x70u) << 8 | (code & 0x0Fu);
+    return half << (byte / 2 * 16);
+  }
+
+  // Codes 1 and 3, then codes 0 and 2.
   ENGRAM_HD static void decode_word(uint32_t word, uint32_t factor, uint32_t& odd, uint32_t& even) {
-    odd = mul_bf16x2(((word >> 4) & 0x07F007F0u) | (word & 0x80008000u), factor);
-    even = mul_bf16x2(((word << 4) & 0x07F007F0u) | ((word << 8) & 0x80008000u), factor);
+    odd = mul_bf16x2(word & 0x87F087F0u, factor);
+    even = mul_bf16x2(((word << 4) & 0x80F080F0u) | ((word >> 4) & 0x07000700u), factor);
   }
 
   // Eight codes of a lane -> the A registers of one step.

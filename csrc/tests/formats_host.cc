@@ -126,13 +126,19 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
                             to + (tile * stages + stage) * Arranged::kStageBytes);
         });
         if (is_blocks) continue;
-        for (int unit = 0; unit < kUnits; ++unit)
+        for (int unit = 0; unit < kUnits; ++unit) {
+          const uint8_t* rows = codes + tile * kTileOutputs * inputs + stage * kStageValues +
+                                unit * kUnitValues;
+          uint32_t words[4] = {};
           for (int byte = 0; byte < 16; ++byte) {
             const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, byte);
-            to[((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes + lane * 16 +
-               byte] = codes[(tile * kTileOutputs + place.output) * inputs + stage * kStageValues +
-                             unit * kUnitValues + place.k];
+            words[byte / 4] |=
+                ArrangedE4M3::in_word(rows[place.output * inputs + place.k], byte % 4);
           }
+          memcpy(to + ((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes +
+                     lane * 16,
+                 words, 16);
+        }
       }
   if (format == ENGRAM_E4M3_E8M0_32) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
 }

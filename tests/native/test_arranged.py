@@ -112,14 +112,21 @@ def test_every_q2k_scale_byte_meets_every_code(host: ctypes.CDLL) -> None:
     assert same_bits(got, to_bf16(row_format("Q2_K").dequantize(stored)))
 
 
-def test_arranging_keeps_every_byte_of_fp8(host: ctypes.CDLL) -> None:
+def test_arranging_keeps_every_bit_of_fp8(host: ctypes.CDLL) -> None:
+    """As many bytes as stored, the scales as they were, and a bit of a code is a bit arranged."""
     rng, shape = np.random.default_rng(4), (64, 512)
     codes = rng.integers(0, 256, shape, dtype=np.uint8)
     scales = rng.integers(0, 256, (2, 16), dtype=np.uint8)
-    arranged = arrange(host, FP8, shape, codes, scales)
-    stored = np.concatenate([codes.reshape(-1), scales.reshape(-1)])
-    assert np.array_equal(np.bincount(arranged, minlength=256), np.bincount(stored, minlength=256))
-    assert np.array_equal(arranged[codes.size :], scales.reshape(-1))
+    once = arrange(host, FP8, shape, codes, scales)
+    assert np.array_equal(once[codes.size :], scales.reshape(-1))
+    places = set()
+    for bit in rng.choice(codes.size * 8, 300, replace=False):
+        other = codes.copy().reshape(-1)
+        other[bit // 8] ^= 1 << (bit % 8)
+        changed = once ^ arrange(host, FP8, shape, other.reshape(shape), scales)
+        (place,) = np.flatnonzero(np.unpackbits(changed))
+        places.add(place)
+    assert len(places) == 300
 
 
 @pytest.mark.parametrize("name", BLOCKS)
