@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -70,25 +71,21 @@ class KvBatches:
         """
         near, layer = self._near, batch[0].layer
         assert near is not None
+        begun_s = time.perf_counter()
         with self._clock.measure("store", batch):
             windows, tenants = _windows_of(batch)
-            is_begun = False
 
             def fill(slots: list[int], tokens: list[int]) -> bool:
-                nonlocal is_begun
-                is_begun = near.project(layer, slots, windows[tokens])
-                return is_begun
+                return near.project(layer, slots, windows[tokens])
 
             lease = self._store.lease_now(layer, tenants, windows, fill)
             if lease is not None and not near.is_ready(lease.slots):
-                if is_begun:
-                    near.wait()
                 self._store.release(lease)
                 lease = None
         if lease is None:
             return False
         try:
-            self.counts.begin(batch)
+            self.counts.begin(batch, begun_s)
             self._answer(batch, lease.slots)
         finally:
             self._store.release(lease)

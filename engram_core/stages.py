@@ -66,12 +66,15 @@ class BatchCounts:
         self.num_tokens = 0
         self.largest_batch = 0
 
-    def begin(self, batch: Sequence[Piece]) -> None:
-        """Count a batch; tell those of its jobs that had not begun yet how long they waited."""
+    def begin(self, batch: Sequence[Piece], now: float | None = None) -> None:
+        """Count a batch; tell those of its jobs that had not begun yet how long they waited.
+
+        now: when it began, seconds of `time.perf_counter`
+        """
         tokens = sum(piece.num_tokens for piece in batch)
         self.num_batches += 1
         self.num_tokens += tokens
         self.largest_batch = max(self.largest_batch, tokens)
-        now = time.perf_counter()
+        now = time.perf_counter() if now is None else now
         for job in {piece.job for piece in batch}:
             job.stages.setdefault("queue", now - job.submitted_s)

@@ -1048,12 +1048,11 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_an_append_made_directly_answers_who_waits_for_it",
     ),
     fault(
-        "projection-begun-in-vain-is-not-waited-for",
-        "engram_core/batches.py",
-        "                    near.wait()\n",
-        "                    pass\n",
-        "tests/unit/test_near.py"
-        "::test_what_another_is_still_projecting_is_left_to_the_lane_behind_it",
+        "made-here-and-found-by-a-lane-too-early",
+        "engram_core/backends/cuda_near.py",
+        "        self.projector.wait()  # a lane's streams know nothing of this one\n",
+        "",
+        "tests/unit/test_cuda_calls.py::test_what_is_missing_is_projected_and_gated_without_a_lane",
     ),
     fault(
         "layers-left-to-the-lane-are-forgotten",

@@ -18,7 +18,6 @@ class ProjectingNear:
         self._backend = backend
         self.is_busy = False
         self.begun: list[list[int]] = []
-        self.num_waits = 0
 
     def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
         if self.is_busy:
@@ -29,9 +28,6 @@ class ProjectingNear:
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
         return not self.is_busy
-
-    def wait(self) -> None:
-        self.num_waits += 1
 
     def read_kv(
         self,
@@ -61,7 +57,7 @@ class ProjectingRead:
     def __init__(self, of: CpuNearRead, layer_index: int, near: ProjectingNear) -> None:
         self._of, self._layer_index, self._near = of, layer_index, near
         self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
-        self.reaches, self.wait = of.reaches, near.wait
+        self.reaches, self.wait = of.reaches, of.wait
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:
         keys = np.frombuffer(self._of._view, np.int32).reshape(-1, self._of._width // 4)

@@ -89,20 +89,18 @@ class NearRead(Protocol):
 class NearBatches(Protocol):
     """Small batches of one layer by the one thread that makes them all, up to 64 tokens.
 
-    `gate` and `read_kv` are `Backend`'s, wait for their end, and come behind what was projected.
+    `gate` and `read_kv` are `Backend`'s, and wait for their end.
     """
 
     def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
-        """Begin the kv of windows. False: nothing was done, as it would take long.
+        """Compute the kv of windows, and wait: whoever finds it in the store then may read it in
+        any way. False: nothing was done, as it would take long.
 
         slots: distinct; windows: int32 [T, max_ngram_size]
         """
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
         """Whether the kv that others project into slots is there, or will be in no time."""
-
-    def wait(self) -> None:
-        """Wait for what `project` began. Raises Internal."""
 
     def read_kv(
         self,

@@ -178,13 +178,14 @@ class CudaNear:
         self._is_pinned, self.select, self._observer = is_pinned, select, observer
 
     def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
-        """Begin kv of windows (see `NearBatches.project`)."""
+        """Compute kv of windows (see `NearBatches.project`). Raises Internal."""
         self.select()
         count = len(slots)
         if not 0 < count <= INLINE_TOKENS or not self.projector.may_begin(slots):
             return False
         places, windows = np.array(slots, dtype=np.int64), np.ascontiguousarray(windows, np.int32)
         self.projector.begin(layer_index, address_of(places), address_of(windows), count)
+        self.projector.wait()  # a lane's streams know nothing of this one
         return True
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
@@ -193,10 +194,6 @@ class CudaNear:
         return (
             self._projections.of(slots) is None or self._projections.under_way() <= _WAITED_TOKENS
         )
-
-    def wait(self) -> None:
-        """Wait for what was begun. Raises: Internal."""
-        self.projector.wait()
 
     def gate(
         self,
@@ -208,8 +205,6 @@ class CudaNear:
     ) -> None:
         """Add gate * value (see `Backend.gate`)."""
         is_pinned = self._is_pinned(residual) and (out is residual or self._is_pinned(out))
-        if not is_pinned and len(slots) > ALONE_TOKENS:
-            self.wait()  # those that copy have streams of their own
         self.gates.run(
             layer_index,
             np.ascontiguousarray(slots),
@@ -277,7 +272,7 @@ class CudaNearRead(NearKeys):
 
     def wait(self) -> None:
         """Wait for what was begun (see `NearRead.wait`)."""
-        self._near.wait()
+        self._near.projector.wait()
 
     def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
         """Gate in place (see `NearRead.gate`). Raises Internal: the device has failed."""

@@ -229,7 +229,6 @@ def test_what_another_is_still_projecting_is_left_to_the_lane_behind_it(
     answer = read(engine, session_id, 0, 4)
     turn.end()
     assert answer.result(10).length[0] == 8
-    assert near.num_waits == 1  # for what was begun in vain
     assert engine.counters["near_batches"] == 0
 
 
