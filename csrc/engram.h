@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define ENGRAM_ABI_VERSION 4
+#define ENGRAM_ABI_VERSION 5
 #define ENGRAM_MAX_NGRAM 8
 #define ENGRAM_MAX_HASH_COLS 64
 #define ENGRAM_INLINE_TOKENS 64 /* windows and slots of so many travel inside the launch */
@@ -156,6 +156,8 @@ typedef struct {
   int32_t num_cols; /* C */
   int32_t output;   /* engram_gather_output */
   void* out;        /* 16-byte aligned */
+  int32_t is_released_early; /* the kernel behind may start at once: what it asks for before it waits
+                              * does not hold the rows up (a projection over wkv as stored) */
   engram_stream stream;
 } engram_gather_params;
 

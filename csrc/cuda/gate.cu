@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "../status.h"
+#include "dependent.cuh"
 #include "slots.cuh"
 #include "vector.cuh"
 
@@ -179,7 +180,10 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       if (vector < vectors) load_weights(args.qk, first + vector, w[i]);
     }
   };
-  if (kStays) load_all_weights();
+  // Only the weights are nobody's result: the projection before may still be under way.
+  constexpr bool kIsDependent = kMode == Mode::kOnce;
+  if (kStays || kIsDependent) load_all_weights();
+  if (kIsDependent) await_prerequisites();
 
   int turn = 0;
   int64_t token = blockIdx.x / hc, next_slot = 0;
@@ -227,9 +231,9 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       if (vector >= vectors) continue;
       packed[i] = residual[vector];
       key[i] = kv[first + vector];
-      value[i] = __ldg(kv + static_cast<int64_t>(hc) * vectors + vector);
+      value[i] = kv[static_cast<int64_t>(hc) * vectors + vector];
     }
-    if (!kStays) load_all_weights();
+    if (kCaptured) load_all_weights();
 
     Sums sums{0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -289,8 +293,9 @@ engram_status launch_gate(const GateArgs& args, cudaStream_t stream) {
     gate_kernel<kIsF32, kVectors, Mode::kCaptured>
         <<<static_cast<unsigned>(walkers * args.hc_mult), threads, 0, stream>>>(args);
   } else if (kIsF32 || args.num_tokens <= kStayTokens) {
-    gate_kernel<kIsF32, kVectors, Mode::kOnce>
-        <<<static_cast<unsigned>(args.num_tokens * args.hc_mult), threads, 0, stream>>>(args);
+    ENGRAM_CUDA(launch_dependent(gate_kernel<kIsF32, kVectors, Mode::kOnce>,
+                                 static_cast<unsigned>(args.num_tokens * args.hc_mult),
+                                 static_cast<unsigned>(threads), 0, stream, args));
   } else if constexpr (!kIsF32) {
     int64_t blocks = 0;
     if (const engram_status status = resident_blocks<kIsF32, kVectors>(threads, blocks))

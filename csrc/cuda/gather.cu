@@ -33,6 +33,7 @@ struct GatherArgs {
   const int64_t* slots;  // a graph's: passed on to slots_out, or NULL
   int64_t* slots_out;
   int32_t num_slots;
+  bool is_released_early;
   engram_hash hash;
   int32_t inline_windows[ENGRAM_INLINE_TOKENS * 4];
 };
@@ -74,6 +75,7 @@ __device__ __forceinline__ void requantize_group(float (&y)[8], unsigned lanes) 
 template <class Format, int kRows>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs args) {
+  if (args.is_released_early) let_dependents_start();
   const int lane = threadIdx.x % 32;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kGatherWarps + threadIdx.x / 32;
   // One block fetches the slots over the link for the whole projection behind.
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kGatherThreads)
         requantize_group(y, lanes);
         packed = pack_bf16(y);
       }
-      if (kRows == 1) let_dependents_start_after(packed.x);
+      if (kRows == 1 && !args.is_released_early) let_dependents_start_after(packed.x);
       *reinterpret_cast<uint4*>(args.out + ((first + r) * num_groups + group) * 16) = packed;
     }
   }
@@ -248,6 +250,7 @@ engram_status engram_gather(const engram_gather_params* params) {
     args.slots_out = params->slots_out;
     args.num_slots = static_cast<int32_t>(params->num_tokens);
   }
+  args.is_released_early = params->is_released_early != 0;
   args.hash_ids = params->hash_ids;
   args.out = static_cast<uint8_t*>(params->out);
   args.num_pairs = params->num_tokens * params->num_cols;

@@ -106,6 +106,7 @@ template <int kTokens>
 __global__ void __launch_bounds__(kProjectThreads)
     project_kernel(const __grid_constant__ ProjectArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
+  let_dependents_start();
   constexpr int kWeightBytes = kOutputs * kRowBytes;
   constexpr int kStageBytes = kWeightBytes + kTokens * kRowBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

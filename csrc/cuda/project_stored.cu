@@ -156,6 +156,7 @@ template <class Stream, class Class>
 __global__ void __launch_bounds__(Class::kWarps * 32, Class::kBlocks)
     project_stored_kernel(const __grid_constant__ StoredArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
+  let_dependents_start();
   // The compiler does not know that threadIdx.x / 32 is the same all over a warp.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
   const int lane = threadIdx.x % 32, warps = static_cast<int>(blockDim.x / 32);

@@ -162,12 +162,14 @@ class EngramV41:
         slots_out: int = 0,
         output: int = abi.OUT_BF16,
         table: abi.Table | None = None,
+        is_released_early: bool = False,
     ) -> None:
         """Rows of windows or ids into `out` (an address), dequantised or as stored.
 
         windows: host address up to INLINE_TOKENS tokens (and max_ngram_size <= 4), else device;
         hash_ids: device address; descriptor: of windows read when the launch runs, whose slots go
-        to slots_out (device); table: to gather ids from instead of the layer's
+        to slots_out (device); table: to gather ids from instead of the layer's;
+        is_released_early: the kernel behind may start at once (its first loads are few)
         """
         _, own, constants = self._layers[layer_index]
         params = abi.Gather(
@@ -181,6 +183,7 @@ class EngramV41:
             num_cols=self.geometry.n_hash_cols,
             output=output,
             out=out,
+            is_released_early=is_released_early,
             stream=stream.handle,
         )
         self.native.gather(byref(params))
@@ -212,6 +215,7 @@ class EngramV41:
             slots_out=slots_out,
             output=output,
             table=table,
+            is_released_early=self.kernel_of(layer_index, num_tokens) in STORED_FORMS,
         )
 
     def rows_from_q2k(self, raw: int, num_rows: int, stream: Stream) -> None:

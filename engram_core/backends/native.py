@@ -28,7 +28,7 @@ from typing import Any
 
 from engram_core.errors import BadTensor, CheckpointError, EngramError, Internal
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_NGRAM = 8
 MAX_HASH_COLS = 64
 INLINE_TOKENS = 64
@@ -110,6 +110,7 @@ class Gather(Structure):
         ("num_cols", i32),
         ("output", i32),
         ("out", c_void_p),
+        ("is_released_early", i32),
         ("stream", c_void_p),
     )
 
