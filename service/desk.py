@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from asyncio import AbstractEventLoop
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -42,19 +43,20 @@ GONE = "client_gone"
 MAX_TALLIED = 16
 """Requests answered at once that are counted together."""
 
-ANSWER_HEADERS = (
-    b"x-request-id: %016x\r\nserver-timing: receive;dur=%.3f, check;dur=%.3f, gate;dur=%.3f\r\n\r\n"
+SHARED_ANSWER_HEADERS = (
+    b"x-request-id: %016x\r\nserver-timing: check;dur=%.3f, gate;dur=%.3f\r\n\r\n"
 )
+ANSWER_HEADERS = SHARED_ANSWER_HEADERS.replace(b" check", b" receive;dur=%.3f, check")
 """`answer_headers` of a residual answered at once, and the end of its head."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_AT_ONCE_STAGES = ("receive", "check", "gate", "send")
 _FAULTS_PER_S, _LINES_PER_S = 1, 10
 """Log lines: faults with their stack, and answers of each code."""
 
 
 class AtOnce(NamedTuple):
-    """A residual answered at once: seconds in all and of its stages, bytes of body and answer."""
+    """A residual answered at once: seconds in all and of its stages; bytes that body and answer had
+    on the socket, 0 in shared memory."""
 
     seconds: float
     receive_s: float
@@ -123,14 +125,14 @@ class Desk:
             **({"held_back": held_back} if held_back else {}),
         )
 
-    def tally(self, done: AtOnce) -> None:
+    def tally(self, done: AtOnce, loop: AbstractEventLoop) -> None:
         """Count a residual that was answered at once: with others, or when metrics are asked for.
 
         Its headers are plain, so nobody traces it, and its success is not logged.
         """
         self._tallied.append(done)
-        if len(self._tallied) >= MAX_TALLIED:
-            self._count_tallied()
+        if len(self._tallied) == MAX_TALLIED:  # in the next turn: uvloop writes before that
+            loop.call_soon(self._count_tallied)
 
     def _count_tallied(self) -> None:
         tallied, self._tallied = self._tallied, []
@@ -141,12 +143,15 @@ class Desk:
         self._request_counts(RESIDUAL.name, "ok").inc(len(tallied))
         metrics.received_bytes.inc(num_bytes)
         metrics.sent_bytes.inc(num_bytes)
-        stages = [metrics.stage_seconds.series(name) for name in _AT_ONCE_STAGES]
+        stages = [metrics.stage_seconds.series(name) for name in ("check", "gate", "send")]
+        receive = metrics.stage_seconds.series("receive")
         for done in tallied:
             metrics.request_seconds.observe(done.seconds)
-            metrics.body_bytes.observe(done.num_bytes)
-            for stage, seconds in zip(stages, done[1:5], strict=True):
+            for stage, seconds in zip(stages, done[2:5], strict=True):
                 stage.observe(seconds)
+            if done.num_bytes:
+                metrics.body_bytes.observe(done.num_bytes)
+                receive.observe(done.receive_s)
 
     def _count(self, call: Call, name: str, code: str, seconds: float) -> None:
         metrics = self._state.metrics

@@ -18,6 +18,7 @@ from random import getrandbits
 from time import perf_counter
 from typing import NamedTuple
 
+from engram_client import wire
 from engram_core.direct import OneRead
 from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
@@ -25,9 +26,10 @@ from service import operations
 from service.access import Key
 from service.bodies import Headers, Inbox
 from service.calls import Call, find_shared
-from service.desk import ANSWER_HEADERS, AtOnce, Desk
+from service.desk import ANSWER_HEADERS, SHARED_ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Exchanges, Head, Line, answer_block
 from service.reads import ReadForm, SingleRead, described
+from service.shm import shared_of
 from service.state import Model, ServiceState
 from service.strict import INT64_MAX
 
@@ -55,9 +57,10 @@ _PLAIN = frozenset(
 class _Known:
     """What headers decide.
 
-    told: of them, what the body's reception depends on; num_bytes: of the body
+    told: of them, what the body's reception depends on; num_bytes: of the body on the socket
     layers: id as a path has it -> index; answer: of one that is given at once, all but what differs
-    place: where its body is gated then; None: it is too large, or in shared memory
+    place: where its body is gated then; shared: how headers name body and answer in shared memory
+    (both None: it is never answered at once)
     """
 
     key: Key
@@ -68,6 +71,7 @@ class _Known:
     layers: Mapping[bytes, int]
     answer: bytes
     place: memoryview | None
+    shared: tuple[str, str] | None
 
 
 class _Asked(NamedTuple):
@@ -100,12 +104,10 @@ class Recall:
         asked = self._find(data, line)
         if asked is None:
             return False
-        place, length = asked.known.place, len(data) - asked.begin
-        if place is not None and length == asked.known.num_bytes:
-            place[:] = memoryview(data)[asked.begin :]
-            if self._answer_at_once(asked, place, line, begun_s):
-                return True
-        return length <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
+        num_bytes = len(data) - asked.begin
+        if num_bytes == asked.known.num_bytes and self._answer_at_once(asked, data, line, begun_s):
+            return True
+        return num_bytes <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
 
     def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
         """Remember a head that was checked in full."""
@@ -117,8 +119,13 @@ class Recall:
         if _headers_of(block) != headers:
             return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
-        num_bytes = call.inbox.length or 0
-        is_small = 0 < num_bytes <= AT_ONCE_BYTES and call.shared is None
+        where, num_bytes = described(spec, "%d", "%d", "%d"), call.inbox.length or 0
+        place, shared = None, _shared_in(call)
+        if shared is not None and call.shared is not None and call.shared.body is not None:
+            where |= call.leave([call.shared.body])[0]
+        elif 0 < num_bytes <= AT_ONCE_BYTES and call.shared is None:
+            place = self._place_of(model, num_bytes)
+        timing = ANSWER_HEADERS if shared is None else SHARED_ANSWER_HEADERS
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
         if len(self._known) >= MAX_KNOWN:
@@ -130,8 +137,9 @@ class Recall:
             told=told,
             num_bytes=num_bytes,
             layers={b"%d" % layer: index for index, layer in enumerate(layer_ids)},
-            answer=answer_block(described(spec, "%d", "%d", "%d"), num_bytes) + ANSWER_HEADERS,
-            place=self._place_of(model, num_bytes) if is_small else None,
+            answer=answer_block(where, num_bytes) + timing,
+            place=place,
+            shared=shared,
         )
 
     def _find(self, data: bytes, line: Line) -> _Asked | None:
@@ -159,12 +167,19 @@ class Recall:
             begin,
         )
 
-    def _answer_at_once(self, asked: _Asked, place: memoryview, line: Line, begun_s: float) -> bool:
+    def _answer_at_once(self, asked: _Asked, data: bytes, line: Line, begun_s: float) -> bool:
         """Answer what the engine answers here and now; False: nothing was done."""
         known, transport = asked.known, line.transport
-        num_bytes = known.num_bytes
-        if transport.get_write_buffer_size() or not self._state.pool.has_room(num_bytes):
+        body = self._body_of(known, line)
+        if body is None:
             return False
+        if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
+            return False
+        if known.shared is None:
+            body[:] = memoryview(data)[asked.begin :]
+            address = self._address
+        else:
+            address = addressof(c_char.from_buffer(body))
         received_s = perf_counter()
         read = OneRead(
             session_id=asked.session_id,
@@ -172,7 +187,7 @@ class Recall:
             num_tokens=known.form.shape[0],
             epoch=asked.epoch,
             layer_index=known.layers[asked.layer],
-            residual=self._address,
+            residual=address,
             is_f32=known.form.dtype == "F32",
         )
         try:
@@ -182,17 +197,29 @@ class Recall:
         if given is None:
             return False
         checked_s = perf_counter()
-        stages = received_s - begun_s, checked_s - received_s - given.gate_s, given.gate_s
-        head = known.answer % (
-            given.length, given.base, given.epoch,
-            getrandbits(64), *[seconds * 1e3 for seconds in stages],
-        )  # fmt: skip
+        receive_s, gate_s = received_s - begun_s, given.gate_s
+        check_s = checked_s - received_s - gate_s
+        numbers = given.length, given.base, given.epoch, getrandbits(64)
         beginning = self._exchanges.begin_answer(200, line)
-        transport.write(b"".join((beginning, head, place)))
+        if known.shared is None:
+            head = known.answer % (*numbers, receive_s * 1e3, check_s * 1e3, gate_s * 1e3)
+            transport.write(b"".join((beginning, head, body)))
+        else:
+            transport.write(beginning + known.answer % (*numbers, check_s * 1e3, gate_s * 1e3))
         line.answered(known.key.name)
         sent_s = perf_counter()
-        self._desk.tally(AtOnce(sent_s - begun_s, *stages, sent_s - checked_s, num_bytes))
+        seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s
+        self._desk.tally(AtOnce(*seconds, known.num_bytes), line.loop)
         return True
+
+    def _body_of(self, known: _Known, line: Line) -> memoryview | None:
+        """Return where a body is gated at once; it may not be there yet. None: nowhere."""
+        if known.shared is None:
+            return known.place
+        try:
+            return shared_of(line.region, known.key.name, *known.shared).body
+        except EngramError:
+            return None
 
     def _begin(self, asked: _Asked, body: bytes, line: Line) -> bool:
         """Begin an exchange; False: it is refused, the ordinary way says how."""
@@ -233,6 +260,13 @@ class Recall:
             self._address = addressof(c_char.from_buffer(self._place))
             self._model = model
         return self._place[:num_bytes]
+
+
+def _shared_in(call: Call) -> tuple[str, str] | None:
+    """Return how a head names body and answer in shared memory, if it names both."""
+    body = call.headers.get(wire.SHARED_BODY.lower())
+    answer = call.headers.get(wire.SHARED_ANSWER.lower())
+    return None if body is None or answer is None else (body, answer)
 
 
 def _headers_of(block: bytes) -> Headers:

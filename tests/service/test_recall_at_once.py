@@ -15,6 +15,7 @@ import pytest
 import torch
 import uvloop
 
+from engram_client.http1 import Request, Response
 from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
 from service.app import create_app
@@ -26,6 +27,7 @@ from service.state import Model
 from service.transport import Connection
 from tests.native.host_library import build_cpu_library
 from tests.service.door import InProcess, tensor_body
+from tests.service.shared_line import Line as SharedLine
 from tests.service.talk import Talk, Wire, read_answer, talk_to
 
 NUM_TOKENS = 8
@@ -52,7 +54,8 @@ def near(
 @pytest.fixture
 def attached(near: tuple[Model, asyncio.Runner], settings: Settings) -> InProcess:
     """An app that remembers nothing yet."""
-    return InProcess(create_app(settings, near[0]), near[1])
+    changed = settings.model_copy(update={"shared_memory_bytes": 1 << 20})
+    return InProcess(create_app(changed, near[0]), near[1])
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -355,6 +358,55 @@ def test_a_fault_is_told(
     answer = tell(talk)
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert b"secret" not in answer
+
+
+def test_in_shared_memory_it_is_answered_at_once_too(
+    attached: InProcess, session_id: str, seen: Seen, socket_folder: Path
+) -> None:
+    path = socket_folder / "shared.sock"
+    made = tensor_body(torch.full((2, 2, 64), 0.5, dtype=torch.bfloat16))
+    target = f"/v1/sessions/{session_id}/layers/1/residual?position="
+    first, other = (
+        Request(
+            "POST",
+            target + at,
+            [*made["headers"].items()],
+            [made["content"]],
+            max_answer_bytes=1 << 16,
+        )
+        for at in ("3", "5&epoch=1")
+    )
+
+    def ask() -> tuple[list[Response], tuple[int, str], tuple[int, str]]:
+        url = f"unix:{path}"
+        with SharedLine(url) as line, SharedLine(url, asks=False) as without:
+            answers = [line.share(first) for _ in range(3)]
+            assert line.region is not None
+            placed = line.region.place(first)
+            assert placed is not None
+            return answers, line.refused(line.region.place(other)), without.refused(placed)
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.close()
+        found.append(await asyncio.to_thread(ask))
+        return b""
+
+    found: list[Any] = []
+    attached.runner.run(talk_to(attached, talk, Wire(path=path)))
+    (checked, *at_once), stale, foreign = found[0]
+    assert (stale, foreign) == ((409, "stale_epoch"), (400, "bad_request"))
+    assert (seen.at_once, seen.begun) == (2, 1)
+
+    def plainly(response: Response) -> tuple[bytes, dict[str, str]]:
+        told = {name: value for name, value in response.headers.items() if name != "date"}
+        told["server-timing"] = re.sub(r"[0-9.]+", "", told["server-timing"])
+        assert len(told.pop("x-request-id")) == 16
+        return bytes(response.body), told
+
+    assert [plainly(each) for each in at_once] == [plainly(checked)] * 2
+    text = attached.state.metrics.exposition().decode()
+    assert 'engram_stage_seconds_count{stage="check"}' in text
+    assert 'engram_stage_seconds_count{stage="receive"}' not in text  # nothing by the socket
 
 
 @pytest.mark.parametrize("times", [1, MAX_TALLIED - 1, MAX_TALLIED + 1])
