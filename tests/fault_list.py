@@ -992,6 +992,14 @@ FAULTS = (
         "::test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all",
     ),
     fault(
+        "large-answer-in-one-turn",
+        "service/exchange.py",
+        "                line.loop.call_soon(self._send_on)\n",
+        "                self._send_on()\n",
+        "tests/service/test_fast_path.py"
+        "::test_a_large_answer_leaves_the_loop_to_others_between_its_pieces",
+    ),
+    fault(
         "one-turn-for-all-of-a-unix-socket",
         "service/calls.py",
         "        peer = self.peer or id(self.connection)",

@@ -18,9 +18,9 @@ import torch
 import uvloop
 
 from engram_client import wire
-from service import bodies
+from service import bodies, exchange
 from service.desk import GONE
-from service.exchange import Exchanges, Refusal
+from service.exchange import Exchange, Exchanges, Refusal
 from service.fast_path import FastPath
 from service.transport import BodyReceiver
 from tests.service.conftest import MAX_TOKENS
@@ -437,6 +437,40 @@ def test_a_long_refusal_ends_when_it_is_taken(
         return await read_answer(reader)
 
     assert ask(talk).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_large_answer_leaves_the_loop_to_others_between_its_pieces(
+    tell: Callable[..., bytes], door: InProcess, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the client takes meanwhile: a turn writes one piece."""
+    monkeypatch.setattr(exchange, "JOIN_BYTES", 512)
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 1000)
+    turns = 0
+    sent_in: list[int] = []
+    plain = Exchange._send_on
+
+    def counted(self: Exchange) -> None:
+        sent_in.append(turns)
+        plain(self)
+
+    monkeypatch.setattr(Exchange, "_send_on", counted)
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if len(sent_in) < 5:
+            asyncio.get_running_loop().call_soon(turn)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        turn()
+        writer.write(apply(session_id, 16))
+        return await read_answer(reader)
+
+    answer = tell(talk)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert len(sent_in) == 5  # 4,096 bytes
+    assert len(set(sent_in)) == 5
+    assert door.state.pool_bytes == 0
 
 
 def test_a_draining_service_refuses_on_every_connection(
