@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from asyncio import AbstractEventLoop
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -55,8 +56,11 @@ _FAULTS_PER_S, _LINES_PER_S = 1, 10
 
 
 class AtOnce(NamedTuple):
-    """A residual answered at once: seconds in all and of its stages; bytes that body and answer had
-    on the socket, 0 in shared memory."""
+    """A request answered at once: seconds in all and of its stages; bytes that body and answer had
+    on the socket, 0 in shared memory; the operation's name.
+
+    sent_bytes: None = as many as the body had
+    """
 
     seconds: float
     receive_s: float
@@ -64,6 +68,8 @@ class AtOnce(NamedTuple):
     gate_s: float
     send_s: float
     num_bytes: int
+    sent_bytes: int | None = None
+    name: str = RESIDUAL.name
 
 
 class Desk:
@@ -126,7 +132,7 @@ class Desk:
         )
 
     def tally(self, done: AtOnce, loop: AbstractEventLoop) -> None:
-        """Count a residual that was answered at once: with others, or when metrics are asked for.
+        """Count a request that was answered at once: with others, or when metrics are asked for.
 
         Its headers are plain, so nobody traces it, and its success is not logged.
         """
@@ -139,10 +145,12 @@ class Desk:
         if not tallied:
             return
         metrics = self._state.metrics
-        num_bytes = sum(done.num_bytes for done in tallied)
-        self._request_counts(RESIDUAL.name, "ok").inc(len(tallied))
-        metrics.received_bytes.inc(num_bytes)
-        metrics.sent_bytes.inc(num_bytes)
+        for name, count in Counter(done.name for done in tallied).items():
+            self._request_counts(name, "ok").inc(count)
+        metrics.received_bytes.inc(sum(done.num_bytes for done in tallied))
+        metrics.sent_bytes.inc(
+            sum(done.num_bytes if done.sent_bytes is None else done.sent_bytes for done in tallied)
+        )
         stages = [metrics.stage_seconds.series(name) for name in ("check", "gate", "send")]
         receive = metrics.stage_seconds.series("receive")
         for done in tallied:

@@ -19,6 +19,7 @@ from service.operations import Operation
 from service.reads import READS, TensorRead
 from service.recall import Recall
 from service.state import ServiceState
+from service.step_recall import StepRecall
 
 _READ_PATH = re.compile(r"/v1/sessions/([0-9]+)/layers/([0-9]+)/(residual|kv|rows|hash_ids)")
 _BY_OUTPUT = {
@@ -34,9 +35,12 @@ class FastPath:
         self._desk = desk
         self._exchanges = Exchanges(state, desk)
         self._recall = Recall(state, desk, self._exchanges)
+        self._step_recall = StepRecall(state, desk, self._exchanges)
 
     def recall(self, data: bytes, line: Line) -> bool:
         """Answer or begin a request whose headers are remembered (see `Recall.answer`)."""
+        if data.startswith(b"POST /v1/step"):
+            return self._step_recall.answer(data, line)
         return self._recall.answer(data, line)
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
@@ -68,6 +72,7 @@ class FastPath:
             else:
                 buffer = call.shared_body() or self._exchanges.scratch[:0]
             self._recall.keep(head, line, call, read)
+            self._step_recall.keep(head, line, call, read)
         except Exception as error:
             if length <= bodies.SMALL_BODY_BYTES:
                 call.close()

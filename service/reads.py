@@ -172,20 +172,23 @@ class SingleRead:
 class StepRead:
     """`/v1/step`: any number of segments, pushed and read."""
 
-    def __init__(self, call: Call) -> None:
-        """Raises SchemaError, UnknownLayer, Draining, Loading."""
+    def __init__(self, call: Call, options: steps.StepOptions | None = None) -> None:
+        """options: as they were read of a head like this one; None: they are read now
+
+        Raises SchemaError, UnknownLayer, Draining, Loading.
+        """
         self._call = call
-        self._model = model = call.state.check_open()
-        self._options = _step_options(call, model)
+        self.model = model = call.state.check_open()
+        self.options = options or _step_options(call, model)
         self._request: StepRequest | None = None
         self._views: steps.Views | None = None
 
     def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
         """Push to one session and update a residual, if the engine can now (see `TensorRead`)."""
-        call, model = self._call, self._model
+        call, model = self._call, self.model
         views = self._decoded(body)
         geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
-        step = steps.one_step_of(views, self._options, geometry, most_tokens)
+        step = steps.one_step_of(views, self.options, geometry, most_tokens)
         if step is None:
             return None
         answer = update_at_once(
@@ -205,8 +208,8 @@ class StepRead:
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
-        call, model = self._call, self._model
-        self._request = steps.request_of(self._decoded(body), self._options, model)
+        call, model = self._call, self.model
+        self._request = steps.request_of(self._decoded(body), self.options, model)
         self._request = replace(self._request, memory=call.answer_memory)
         call.lease.add(steps.answer_bytes(self._request, model), "the answer")
         return model.engine.step(call.tenant, self._request)

@@ -44,8 +44,8 @@ _LINE = re.compile(
     rb"POST /v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
     rb"\?position=(0|[1-9][0-9]{0,17})(?:&epoch=(0|[1-9][0-9]{0,17}))? HTTP/1\.1(?=\r\n)"
 )
-_END = b"\r\n\r\n"
-_PLAIN = frozenset(
+END = b"\r\n\r\n"
+PLAIN = frozenset(
     b"host content-type content-length authorization user-agent accept accept-encoding connection "
     b"expect x-engram-shape x-engram-dtype x-engram-table x-engram-owner "
     b"x-engram-shared-body x-engram-shared-answer".split()
@@ -114,9 +114,9 @@ class Recall:
         if not (isinstance(read, SingleRead) and read.output is Output.RESIDUAL and call.key):
             return
         headers, block = head.headers, head.block
-        if not head.keep_alive or not all(name in _PLAIN for name, _ in headers):
+        if not head.keep_alive or not all(name in PLAIN for name, _ in headers):
             return
-        if _headers_of(block) != headers:
+        if headers_of(block) != headers:
             return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
         where, num_bytes = described(spec, "%d", "%d", "%d"), call.inbox.length or 0
@@ -147,7 +147,7 @@ class Recall:
         found = _LINE.match(data)
         if found is None:
             return None
-        begin = data.find(_END, found.end()) + len(_END)
+        begin = data.find(END, found.end()) + len(END)
         known = self._known.get((line.is_unix, data[found.end() : begin]))
         if known is None or not self._state.serves(known.form.model):
             return None
@@ -269,7 +269,7 @@ def _shared_in(call: Call) -> tuple[str, str] | None:
     return None if body is None or answer is None else (body, answer)
 
 
-def _headers_of(block: bytes) -> Headers:
+def headers_of(block: bytes) -> Headers:
     """Return the headers that plain lines between two line ends are."""
-    lines = [line.partition(b":") for line in block[2 : -len(_END)].split(b"\r\n")]
+    lines = [line.partition(b":") for line in block[2 : -len(END)].split(b"\r\n")]
     return [(name.lower(), value.strip(b" \t")) for name, _, value in lines]

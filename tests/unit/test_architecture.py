@@ -102,6 +102,7 @@ LEVELS = {
         "weights status_page desk reads",
         "exchange",
         "recall",
+        "step_recall",
         "door fast_path rpc.messages rpc.calls",
         "rpc.steps",
         "rpc.streams rpc.unary rpc",

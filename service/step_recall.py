@@ -1,0 +1,193 @@
+"""Steps whose whole head was checked before: a runner's are the same from step to step.
+
+As `recall.py` for residual reads, with the request line remembered too: sessions and positions of a
+step are in its body. A step of one segment that the engine can make here and now is answered in the
+call that brings it; any other begins as it would behind its parsed head. Keys, admission and the
+state of the service are looked at every time, and so is the body.
+"""
+
+from __future__ import annotations
+
+import re
+from ctypes import addressof, c_char
+from dataclasses import dataclass, replace
+from random import getrandbits
+from time import perf_counter
+
+from engram_client import wire
+from engram_core.direct import OneAnswer, OneRead
+from engram_core.engine_types import Output
+from engram_core.errors import EngramError
+from service import operations, steps
+from service.access import Key
+from service.bodies import Headers, Inbox
+from service.calls import Call, find_shared
+from service.desk import ANSWER_HEADERS, AtOnce, Desk
+from service.exchange import Exchanges, Head, Line, answer_block
+from service.reads import StepRead
+from service.recall import AT_ONCE_BYTES, END, MAX_KNOWN, PLAIN, headers_of
+from service.state import Model, ServiceState
+
+_LINE = re.compile(rb"POST /v1/step\?[!-~]{1,200} HTTP/1\.1(?=\r\n)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a head decides.
+
+    told: of its headers, what the body's reception depends on; num_bytes: of the body on the socket
+    place: where its body is worked on at once; None: it never is
+    """
+
+    key: Key
+    headers: dict[str, str]
+    query: dict[str, str]
+    model: Model
+    options: steps.StepOptions
+    told: Headers
+    num_bytes: int
+    place: memoryview | None
+
+
+class StepRecall:
+    """Remembered heads of steps; one for an app."""
+
+    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
+        self._state, self._desk, self._exchanges = state, desk, exchanges
+        self._known: dict[tuple[bool, bytes], _Known] = {}
+        self._model: Model | None = None
+        self._place = memoryview(b"")  # of one body at a time, where the backend wants it
+
+    def answer(self, data: bytes, line: Line) -> bool:
+        """Answer a request that came whole, or begin it; False: nothing was done, parse it.
+
+        data: what came on a connection with nothing before it
+        """
+        begun_s = perf_counter()
+        found = _LINE.match(data)
+        if found is None:
+            return False
+        begin = data.find(END, found.end()) + len(END)
+        known = self._known.get((line.is_unix, data[:begin]))
+        if known is None or not self._state.serves(known.model):
+            return False
+        try:
+            self._state.access.confirm(known.key)
+        except EngramError:
+            return False
+        num_bytes = len(data) - begin
+        if num_bytes == known.num_bytes and known.place is not None:
+            known.place[:] = memoryview(data)[begin:]
+            if self._answer_at_once(known, known.place, line, begun_s):
+                return True
+        return num_bytes <= known.num_bytes and self._begin(known, data[begin:], line)
+
+    def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
+        """Remember a head that was checked in full."""
+        if not (isinstance(read, StepRead) and call.key and head.keep_alive):
+            return
+        block, first = head.block, b"POST " + head.url + b" HTTP/1.1"
+        if not all(name in PLAIN for name, _ in head.headers) or not _LINE.match(first + block):
+            return
+        if headers_of(block) != head.headers:
+            return  # the parser saw something else in these bytes: they are not looked up
+        num_bytes, place = call.inbox.length or 0, None
+        is_one = read.options.output is Output.RESIDUAL and call.shared is None
+        if is_one and 0 < num_bytes <= AT_ONCE_BYTES:
+            place = self._place_of(read.model, num_bytes)
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[line.is_unix, first + block] = _Known(
+            key=call.key,
+            headers=call.headers,
+            query=call.query,
+            model=read.model,
+            options=read.options,
+            told=[pair for pair in head.headers if pair[0] in (b"content-length", b"expect")],
+            num_bytes=num_bytes,
+            place=place,
+        )
+
+    def _answer_at_once(self, known: _Known, body: memoryview, line: Line, begun_s: float) -> bool:
+        """Answer what the engine answers here and now; False: nothing was done."""
+        transport, model = line.transport, known.model
+        if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
+            return False
+        received_s = perf_counter()
+        try:
+            step = steps.one_step_of(
+                steps.decode(body),
+                known.options,
+                model.checkpoint.geometry,
+                model.limits.near_tokens,
+            )
+            given = None if step is None else _ask(step, known)
+        except Exception:  # an exchange asks again, and tells it
+            return False
+        if step is None or given is None:
+            return False
+        checked_s = perf_counter()
+        receive_s, gate_s = received_s - begun_s, given.gate_s
+        check_s = checked_s - received_s - gate_s
+        buffers = wire.encode_tensors(steps.one_answer_views(step, given))
+        num_bytes = sum(map(len, buffers))
+        timing = ANSWER_HEADERS % (
+            getrandbits(64), receive_s * 1e3, check_s * 1e3, gate_s * 1e3,
+        )  # fmt: skip
+        beginning = self._exchanges.begin_answer(200, line)
+        transport.write(b"".join((beginning, answer_block({}, num_bytes), timing, *buffers)))
+        line.answered(known.key.name)
+        sent_s = perf_counter()
+        seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s
+        done = AtOnce(*seconds, known.num_bytes, num_bytes, operations.STEP.name)
+        self._desk.tally(done, line.loop)
+        return True
+
+    def _begin(self, known: _Known, body: bytes, line: Line) -> bool:
+        """Begin an exchange; False: it is refused, the ordinary way says how."""
+        call = Call(self._state, Inbox({"headers": known.told}), f"{getrandbits(64):016x}")
+        call.key, call.headers, call.query = known.key, known.headers, known.query
+        call.operation, call.peer, call.connection = operations.STEP, line.client, line
+        try:
+            read = StepRead(call, replace(known.options, client=call.client))
+            find_shared(call)
+            buffer = call.shared_body()
+            if buffer is None:
+                buffer = call.lease.buffer(known.num_bytes, "the body")
+        except EngramError:
+            call.close()
+            return False
+        line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
+        return True
+
+    def _place_of(self, model: Model, num_bytes: int) -> memoryview | None:
+        """Return where a small body is worked on, in the memory of the model that is served.
+
+        None: there is no room now.
+        """
+        if self._model is not model:
+            try:
+                self._place = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
+            except EngramError:
+                return None
+            self._model = model
+        return self._place[:num_bytes]
+
+
+def _ask(step: steps.OneStep, known: _Known) -> OneAnswer | None:
+    """Ask the engine for a plain step; None: it is none now, nothing was changed."""
+    model, (dtype, shape) = known.model, step.spec
+    read = OneRead(
+        session_id=step.session_id,
+        position=step.position,
+        num_tokens=shape[0],
+        epoch=step.epoch,
+        layer_index=model.checkpoint.geometry.layer_index(step.layer),
+        residual=addressof(c_char.from_buffer(step.residual)),
+        is_f32=dtype == "F32",
+    )
+    if read.residual % 4:
+        return None
+    if step.token_ids is None:
+        return model.engine.read_residual(known.key.name, read)
+    return model.engine.push_residual(known.key.name, read, step.token_ids)
