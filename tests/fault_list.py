@@ -794,7 +794,21 @@ FAULTS = (
         "plain-step-forgets-the-epoch",
         "service/rpc/steps.py",
         "            epoch=plain.epoch,\n",
-        "            epoch=EPOCH_OPENED,\n",
+        "            epoch=-1,\n",
+        "tests/service/test_rpc_plain.py",
+    ),
+    fault(
+        "plain-step-of-other-bytes",
+        "service/rpc/plain.py",
+        "            if raw[at + begin : at + end] != piece:\n",
+        "            if not piece:\n",
+        "tests/service/test_rpc_plain.py",
+    ),
+    fault(
+        "plain-step-of-the-first-request-id",
+        "service/rpc/plain.py",
+        "            request_id,\n            _number(",
+        "            step.request_id,\n            _number(",
         "tests/service/test_rpc_plain.py",
     ),
     fault(

@@ -150,14 +150,19 @@ def step_reply(request_id: int, views: Mapping[str, TensorView]) -> bytes:
 
     By hand: protobuf's own way copies them three times (docs/notes/grpc.md).
     """
-    parts: list[bytes | memoryview] = [b"\x08" + _varint(request_id)] if request_id else []
+    parts: list[bytes | memoryview] = [request_id_field(request_id)]
     for name, view in views.items():
-        parts += (_head_of_tensor(name, view.dtype, view.shape), view.data)
+        parts += (head_of_tensor(name, view.dtype, view.shape), view.data)
     return b"".join(parts)
 
 
+def request_id_field(request_id: int) -> bytes:
+    """Return the field of `StepReply.request_id`; 0 is not told."""
+    return b"\x08" + _varint(request_id) if request_id else b""
+
+
 @lru_cache(maxsize=256)
-def _head_of_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+def head_of_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     """Return all of an entry of `StepReply.tensors` that comes before the tensor's bytes."""
     size = wire.num_bytes((dtype, shape))
     head = _field(1, dtype.encode())

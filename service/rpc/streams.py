@@ -22,6 +22,7 @@ from service.desk import GONE, Desk
 from service.problems import Unauthenticated
 from service.rpc import calls, messages
 from service.rpc.calls import Context
+from service.rpc.plain import PlainSteps
 from service.rpc.steps import StepWork
 from service.state import ServiceState
 
@@ -88,6 +89,7 @@ class _Stream:
         self._task = task
         self._reason: EngramError | None = None
         self._pace = calls.Pace(self.end)
+        self._plain = PlainSteps()
 
     @property
     def tenant(self) -> str:
@@ -141,9 +143,7 @@ class _Stream:
         self._state.enter()
         try:
             exchange.call.lease.add(len(raw), "the message")
-            message = messages.parse(pb.StepRequest, raw)
-            exchange.request_id = message.request_id
-            exchange.work = StepWork(exchange.call, message)
+            exchange.work = self._ask(exchange, raw)
         except Exception as error:
             exchange.error = error
         future = exchange.work.future if exchange.work else None
@@ -151,6 +151,20 @@ class _Stream:
             self._done.put_nowait(exchange)
         else:
             future.add_done_callback(partial(self._completed, exchange))
+
+    def _ask(self, exchange: _Exchange, raw: bytes) -> StepWork:
+        """Ask the engine. Raises what a step is refused for."""
+        work = StepWork(exchange.call)
+        if (known := self._plain.find(raw)) is not None:
+            exchange.request_id = known.request_id
+            model = self._state.check_open()
+            if model is self._plain.model and work.answer(known, model):
+                return work
+        message = messages.parse(pb.StepRequest, raw)
+        exchange.request_id = message.request_id
+        if (plain := work.begin(message)) is not None:
+            self._plain.learn(raw, plain, self._state.model)
+        return work
 
     def _next_call(self, num_bytes: int) -> Call:
         head = self._head

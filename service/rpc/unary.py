@@ -92,7 +92,8 @@ async def push(call: Call, message: pb.PushRequest) -> pb.Pushed:
 
 async def step(call: Call, message: pb.StepRequest) -> bytes:
     """Make one step."""
-    work = StepWork(call, message)
+    work = StepWork(call)
+    work.begin(message)
     del message
     if work.future is not None:
         await asyncio.wrap_future(work.future)

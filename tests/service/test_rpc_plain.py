@@ -16,6 +16,8 @@ from engram_client.proto import engram_pb2 as pb
 from engram_core.backends import cpu
 from service.app import create_app
 from service.loading import load_model
+from service.rpc import messages
+from service.rpc.plain import PlainSteps, plain_of
 from service.settings import Settings
 from tests.native.host_library import build_cpu_library
 from tests.service.door import InProcess
@@ -85,7 +87,7 @@ def both_ways(
     (plain,) = rpc.stream([asked])
     num_direct = engine.counters["near_batches"] - before
     with monkeypatch.context() as patch:
-        patch.setattr("service.rpc.steps._plain_of", lambda *_: None)
+        patch.setattr("service.rpc.steps.plain_of", lambda *_: None)
         (general,) = rpc.stream([asked])
     return plain, general, int(num_direct)
 
@@ -186,3 +188,74 @@ def test_sending_is_timed(attached: tuple[Rpc, Any], session: int, method: str) 
         rpc.stream([asked])
     rpc.http.runner.run(until(lambda: not rpc.state.num_active))
     assert times() == before + 1
+
+
+def test_messages_spelled_as_one_before_are_read_by_their_bytes(
+    attached: tuple[Rpc, Any], session: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc, _ = attached
+    asked = [
+        message(session, position, 4, request_id=request_id)
+        for position, request_id in [(0, 1), (1, 2), (3, 300), (4, 0), (2, 2**64 - 1)]
+    ]
+    alone = [rpc.stream([each])[0] for each in asked]
+    parsed: list[bytes] = []
+    parse = messages.parse
+
+    def noted(kind: Any, raw: bytes) -> Any:
+        parsed.append(raw)
+        return parse(kind, raw)
+
+    monkeypatch.setattr(messages, "parse", noted)
+    assert rpc.stream(asked) == alone
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"tensors": {"epoch": np.array([77])}}, "stale_epoch"),
+        ({"tensors": {"epoch": np.array([-2])}}, "schema"),
+        ({"tensors": {"session_id": np.array([1])}}, "unknown_session"),
+        ({"tensors": {"position": np.array([11])}}, "not_pushed"),
+        ({"tensors": {"count": np.array([3], np.int32)}}, "bad_tensor"),
+        ({"layers": [2]}, "unknown_layer"),
+        ({"wait_ms": 1001}, "schema"),
+    ],
+)
+def test_what_is_wrong_behind_a_plain_step_is_refused_alike(
+    attached: tuple[Rpc, Any], session: int, changes: dict[str, Any], code: str
+) -> None:
+    rpc, _ = attached
+    layers = changes.pop("layers", [1])
+    epoch = "epoch" in changes.get("tensors", {})
+    first = message(session, 0, 2, tensors={"epoch": np.array([-1])} if epoch else {})
+    wrong = message(session, 0, 2, request_id=7, **changes)
+    del wrong.layers[:]
+    wrong.layers.extend(layers)
+    (alone,) = rpc.stream([wrong])
+    _, again, right = rpc.stream([first, wrong, first])
+    assert again == alone
+    assert (again.request_id, again.problem.code) == (7, code)
+    assert right.problem.code == ""
+
+
+def test_any_change_of_a_remembered_message_is_parsed(
+    attached: tuple[Rpc, Any], session: int
+) -> None:
+    """Every byte outside the numbers and the residual counts."""
+    model = attached[0].state.model
+    asked = message(session, 0, 2, request_id=9)
+    raw = asked.SerializeToString()
+    step = plain_of(asked, model.checkpoint.geometry, 16)
+    assert step is not None
+    known = PlainSteps()
+    known.learn(raw, step, model)
+    found = known.find(raw)
+    assert found is not None
+    assert (*found[:-1], bytes(found.residual)) == step
+    free = sum(len(asked.tensors[name].data) for name in ("session_id", "position", "residual"))
+    changed = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]
+    assert sum(known.find(each) is not None for each in changed) == free + 1  # and the request id
+    for cut in range(len(raw)):
+        assert known.find(raw[:cut]) is None

@@ -104,6 +104,7 @@ LEVELS = {
         "recall",
         "step_recall",
         "door fast_path rpc.messages rpc.calls",
+        "rpc.plain",
         "rpc.steps",
         "rpc.streams rpc.unary rpc",
         "rpc.server",
