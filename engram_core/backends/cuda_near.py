@@ -29,7 +29,7 @@ from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.projections import Projections
 from engram_core.backends.read_outs import KvReadOut
 from engram_core.backends.staging import address_of
-from engram_core.backends.stored_wkv import CHAIN, CUBLASLT
+from engram_core.backends.stored_wkv import CHAIN, CUBLASLT, STORED_FORMS
 from engram_core.geometry import EngramHashTables
 
 MAX_TOKENS = 512
@@ -138,7 +138,8 @@ class NearProjector:
     ) -> None:
         """Rows, then their product into slots: of a descriptor, or of the host's arrays."""
         engram = self._engram
-        layer = engram.layer(layer_index)
+        layer, kernel = engram.layer(layer_index), engram.kernel_of(layer_index, count)
+        kernel = CHAIN if kernel == CUBLASLT else kernel
         engram.gather(
             layer_index,
             count,
@@ -148,12 +149,12 @@ class NearProjector:
             descriptor=descriptor,
             slots_out=self._slots.address if descriptor else 0,
             output=abi.OUT_REQUANTIZED if layer.requantize_input else abi.OUT_BF16,
+            is_released_early=kernel in STORED_FORMS,
         )
         to = self._slots.address if descriptor else slots
         params = engram.project_params(count, self._stream, slots=to, rows=self._rows.address)
         params.slots_on_device = bool(descriptor)
-        kernel = engram.kernel_of(layer_index, count)
-        engram.project_with(CHAIN if kernel == CUBLASLT else kernel, layer_index, params)
+        engram.project_with(kernel, layer_index, params)
 
 
 class CudaNear:
