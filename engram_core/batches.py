@@ -174,9 +174,15 @@ class KvBatches:
 
 
 class RowBatches:
-    """Batches that need no kv: rows and hash_ids."""
+    """Batches that need no kv: rows and hash_ids.
 
-    def __init__(self, backend: Backend, clock: StageClock) -> None:
+    near: what the asking thread's batches run on; None: on the backend itself
+    """
+
+    def __init__(
+        self, backend: Backend, clock: StageClock, near: NearBatches | None = None
+    ) -> None:
+        self._gather: Backend | NearBatches = near or backend
         self.counts = BatchCounts()
         self._clock = clock
         self.rows_gathered = 0
@@ -197,7 +203,7 @@ class RowBatches:
             else:
                 stored = piece.job.stored
                 with self._clock.measure("rows", [piece]):
-                    self._backend.rows(piece.layer, hash_ids, piece.tensor, stored=stored)
+                    self._gather.rows(piece.layer, hash_ids, piece.tensor, stored=stored)
                 self.rows_gathered += hash_ids.size
             piece.job.finish_piece()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engram_core.batches import KvBatches
+from engram_core.batches import KvBatches, RowBatches
 from engram_core.engine_types import Output
 from engram_core.errors import EngramError
 from engram_core.jobs import Job, Piece
@@ -25,6 +25,15 @@ MAX_PINNED = 64
 """Tokens that may wait here: what bounds the owner's turn, and the slots kept from a lane."""
 
 CallSoon = Callable[[Callable[[], None]], object]
+
+
+_KV_READS, _ROW_READS = (Output.RESIDUAL, Output.KV), (Output.ROWS, Output.HASH_IDS)
+_ALL_READS = _KV_READS + _ROW_READS
+
+
+def _urgency(job: Job) -> int:
+    """Reads go before work ahead."""
+    return 0 if job.output in _KV_READS else 1 if job.output in _ROW_READS else 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +51,7 @@ class Near:
     on_failure: told a backend's exception and the batch
     to_lane: given the pieces of a job that this thread can do only later; None: it has no way of
         making kv, and takes only what the store holds
+    rows: for reads of rows and hash_ids; None: they are not for here
     """
 
     def __init__(
@@ -52,8 +62,9 @@ class Near:
         on_failure: Callable[[BaseException, list[Piece]], None],
         *,
         to_lane: Callable[[Job, list[Piece]], None] | None = None,
+        rows: RowBatches | None = None,
     ) -> None:
-        self._to_lane = to_lane
+        self._to_lane, self._rows = to_lane, rows
         self._pieces: list[Piece] = []
         self._store = store
         self._batches = batches
@@ -85,7 +96,7 @@ class Near:
             self.call_soon is None
             or tokens > self.max_tokens
             or self._num_pinned + tokens > MAX_PINNED
-            or job.output not in (Output.RESIDUAL, Output.KV)
+            or job.output not in (_ALL_READS if self._rows else _KV_READS)
             or not self.is_mine
         ):
             return False
@@ -109,9 +120,18 @@ class Near:
         """Take no more work; what was taken and has not run fails with `error`."""
         self._stopped = error
 
+    def take_ahead(self, job: Job) -> bool:
+        """Take work ahead, where this thread makes kv; it is run behind the reads of this turn."""
+        tokens = len(job.read) * len(job.layers)
+        if self.call_soon is None or self._to_lane is None or not self.is_mine:
+            return False
+        if self._num_pinned + tokens > MAX_PINNED:
+            return False
+        return self._take_turn(job, tokens, self.call_soon)
+
     def _take_turn(self, job: Job, tokens: int, call_soon: CallSoon) -> bool:
         """Take a job for the end of this turn, whatever of its kv is missing."""
-        if job.read.windows is None or not tokens:
+        if not tokens or (job.read.windows is None and job.output not in _ROW_READS):
             return False
         pieces = list(job.pieces(self.max_tokens))
         job.pieces_left = len(pieces)
@@ -125,8 +145,11 @@ class Near:
         """Run what came in this turn, one batch a layer; what cannot be run now is for the lane."""
         pieces, self._pieces, self._num_pinned = self._pieces, [], 0
         left: dict[Job, list[Piece]] = {}
-        for layer in dict.fromkeys(piece.layer for piece in pieces):
-            batch = [p for p in pieces if p.layer == layer and p.job.is_wanted]
+        batches: dict[tuple[int, int], list[Piece]] = {}
+        for piece in pieces:
+            batches.setdefault((_urgency(piece.job), piece.layer), []).append(piece)
+        for urgency, layer in sorted(batches):
+            batch = [piece for piece in batches[urgency, layer] if piece.job.is_wanted]
             if self._stopped is not None:
                 for piece in batch:
                     piece.job.fail(self._stopped)
@@ -139,6 +162,10 @@ class Near:
 
     def _run_now(self, batch: list[Piece]) -> bool:
         try:
+            if batch[0].job.output in _ROW_READS:
+                assert self._rows is not None
+                self._rows.run(batch)
+                return True
             if not self._batches.run_now(batch):
                 return False
         except BaseException as error:  # whatever it was: nobody may be left waiting

@@ -51,14 +51,17 @@ class Scheduler:
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
         near = backend.near_batches if limits.near_tokens else None
         self._near_kv = KvBatches(backend, self.store, self._piece_tokens, self.clock, near)
+        self._rows = RowBatches(backend, self.clock)
+        self._near_rows = RowBatches(backend, self.clock, near)
+        self._near_rows.counts = self._near_kv.counts
         self.near = Near(
             self.store,
             self._near_kv,
             limits.near_tokens,
             self._fail,
             to_lane=None if near is None else self._to_lane,
+            rows=None if near is None or not near.has_rows else self._near_rows,
         )
-        self._rows = RowBatches(backend, self.clock)
         self._kv_lane = Lane(
             "engram-kv",
             [
@@ -108,6 +111,9 @@ class Scheduler:
     def work_ahead(self, job: Job, *, is_decode: bool) -> None:
         """Queue work ahead, or drop it if too much waits: it only fills the store."""
         tokens = len(job.read) * len(job.layers)
+        if self.near.take_ahead(job):
+            self._ahead_tokens += tokens
+            return
         if sum(queue.num_tokens for queue in self._ahead) + tokens > self._ahead_limit:
             self._ahead_dropped += tokens
             return
@@ -148,7 +154,7 @@ class Scheduler:
             "kv_entries": len(self.store),
             "ahead_tokens": self._ahead_tokens,
             "ahead_dropped": self._ahead_dropped,
-            "rows_gathered": self._rows.rows_gathered,
+            "rows_gathered": self._rows.rows_gathered + self._near_rows.rows_gathered,
             **_batch_counters("kv", self._kv.counts),
             **_batch_counters("near", self._near_kv.counts),
             **_batch_counters("rows", self._rows.counts),
@@ -159,8 +165,9 @@ class Scheduler:
         return lane.submit(job, pieces, class_index)
 
     def _to_lane(self, job: Job, pieces: list[Piece]) -> None:
-        """Queue what is left of a read that the asking thread had taken."""
-        if not self._kv_lane.submit(job, pieces, _READS):
+        """Queue what is left of a job that the asking thread had taken."""
+        class_index = _DECODE_AHEAD if job.output is Output.NONE else _READS
+        if not self._kv_lane.submit(job, pieces, class_index):
             job.fail(self.refusal())
 
     def _fail(self, error: BaseException, batch: Sequence[Piece]) -> None:

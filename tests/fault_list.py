@@ -1084,6 +1084,13 @@ FAULTS = (
         "tests/unit/test_near.py::test_layers_that_cannot_be_made_now_are_made_by_the_lane",
     ),
     fault(
+        "work-ahead-before-the-turn-s-reads",
+        "engram_core/near.py",
+        "        for urgency, layer in sorted(batches):\n",
+        "        for urgency, layer in sorted(batches, reverse=True):\n",
+        "tests/unit/test_near.py::test_small_work_ahead_is_done_behind_the_turn_s_reads",
+    ),
+    fault(
         "loop-waits-for-the-chunks-of-a-prefill",
         "engram_core/backends/cuda_near.py",
         "            and self._lane.under_way() <= _WAITED_TOKENS\n",

@@ -16,7 +16,7 @@ class ProjectingNear:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.is_busy = False
+        self.is_busy, self.has_rows = False, True
         self.begun: list[list[int]] = []
 
     def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
@@ -25,6 +25,11 @@ class ProjectingNear:
         self.begun.append(slots)
         self._backend.project(layer_index, np.array(slots), windows=np.ascontiguousarray(windows))
         return True
+
+    def rows(
+        self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
+    ) -> None:
+        self._backend.rows(layer_index, hash_ids, out, stored=stored)
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
         return not self.is_busy

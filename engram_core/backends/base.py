@@ -89,8 +89,12 @@ class NearRead(Protocol):
 class NearBatches(Protocol):
     """Small batches of one layer by the one thread that makes them all, up to 64 tokens.
 
-    `gate` and `read_kv` are `Backend`'s, and wait for their end.
+    `rows`, `gate` and `read_kv` are `Backend`'s, and wait for their end.
+
+    has_rows: whether `rows` needs no disk
     """
+
+    has_rows: bool
 
     def project(self, layer_index: int, slots: list[int], windows: NDArray[np.int32]) -> bool:
         """Compute the kv of windows, and wait: whoever finds it in the store then may read it in
@@ -101,6 +105,11 @@ class NearBatches(Protocol):
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
         """Whether the kv that others project into slots is there, or will be in no time."""
+
+    def rows(
+        self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
+    ) -> None:
+        """See `Backend.rows`."""
 
     def read_kv(
         self,

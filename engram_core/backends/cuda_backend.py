@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ from engram_core.backends.device import PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import DeviceLayer, EngramV41
 from engram_core.backends.graphs import Graphs, GraphUse
 from engram_core.backends.host_gates import MAPPED_TOKENS, HostGates
-from engram_core.backends.native import Device, Native
+from engram_core.backends.native import INLINE_TOKENS, Device, Native
 from engram_core.backends.pinned import PinnedMemory
 from engram_core.backends.project_queue import ProjectQueue
 from engram_core.backends.projections import Projections
@@ -188,6 +189,17 @@ class CudaBackend:
         self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
     ) -> None:
         """Gather rows, dequantised or as stored (see `Backend.rows`)."""
+        self._read_rows(self._rows, layer_index, hash_ids, out, stored=stored)
+
+    def _read_rows(
+        self,
+        read_out: RowReadOut,
+        layer_index: int,
+        hash_ids: NDArray[np.int64],
+        out: torch.Tensor,
+        *,
+        stored: bool,
+    ) -> None:
         width = self.row_bytes[layer_index] if stored else self.geometry.head_dim
         dtype = torch.uint8 if stored else torch.bfloat16
         columns = self.geometry.n_hash_cols
@@ -195,7 +207,7 @@ class CudaBackend:
         require_tensor("out", out, (dtype,), (len(hash_ids), columns, width))
         require_rows(hash_ids, self._table_rows[layer_index])
         self._select()
-        self._rows.read(layer_index, hash_ids, out, stored=stored)
+        read_out.read(layer_index, hash_ids, out, stored=stored)
 
     def project(
         self,
@@ -411,10 +423,16 @@ class CudaBackend:
         lane_tokens = self._sizes.lane_tokens
         read_out = KvReadOut(engram, stream, projections, lane_tokens, self._is_pinned)
         self._owned.callback(read_out.close)
+        rows = None
+        if not self._is_on_disk:
+            read_rows = RowReadOut(engram, self.row_bytes, INLINE_TOKENS, self._is_pinned)
+            self._owned.callback(read_rows.close)
+            rows = partial(self._read_rows, read_rows)
         return CudaNear(
             projector,
             gates,
             read_out,
+            rows,
             projections,
             is_pinned=self._is_pinned,
             select=self._select,

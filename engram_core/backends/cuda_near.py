@@ -160,6 +160,7 @@ class NearProjector:
 class CudaNear:
     """`backends.base.NearBatches`: projections, gates and kv read-outs in one stream.
 
+    rows: as `CudaBackend.rows`, with buffers and a stream of its own; None: they lie on a disk
     is_pinned: whether the device works in a tensor itself; select: binds the thread to the GPU
     """
 
@@ -168,6 +169,7 @@ class CudaNear:
         projector: NearProjector,
         gates: HostGates,
         read_out: KvReadOut,
+        rows: Callable[..., None] | None,
         projections: Projections,
         *,
         is_pinned: Callable[[torch.Tensor], bool],
@@ -175,6 +177,7 @@ class CudaNear:
         observer: Callable[[], StageObserver],
     ) -> None:
         self.projector, self.gates = projector, gates
+        self.has_rows, self._rows = rows is not None, rows
         self._read_out, self._projections = read_out, projections
         self._is_pinned, self.select, self._observer = is_pinned, select, observer
 
@@ -188,6 +191,13 @@ class CudaNear:
         self.projector.begin(layer_index, address_of(places), address_of(windows), count)
         self.projector.wait()  # a lane's streams know nothing of this one
         return True
+
+    def rows(
+        self, layer_index: int, hash_ids: NDArray[np.int64], out: torch.Tensor, *, stored: bool
+    ) -> None:
+        """Gather rows (see `Backend.rows`)."""
+        assert self._rows is not None
+        self._rows(layer_index, hash_ids, out, stored=stored)
 
     def is_ready(self, slots: NDArray[np.int64]) -> bool:
         """Whether the kv of slots is there, or soon (see `NearBatches.is_ready`)."""

@@ -140,6 +140,11 @@ class Near:
         self.engine.attach(self.turn.append)
         self.layers = self.served.geometry.layer_ids
 
+    @property
+    def num_by_lanes(self) -> float:
+        """Batches that lanes have run."""
+        return self.engine.counters["kv_batches"] + self.engine.counters["rows_batches"]
+
     def opened(self, tenant: str, count: int = 600) -> int:
         """A session whose every tenant reads other kv: the same windows, other keys."""
         session = self.engine.open(tenant, OpenRequest()).session_id
@@ -158,10 +163,10 @@ class Near:
     def turned(self, tenant: str, requests: list[StepRequest]) -> list[StepAnswer]:
         """By this thread, at the end of one turn."""
         answers = [self.engine.step(tenant, request) for request in requests]
-        before = self.engine.counters["kv_batches"]
+        before = self.num_by_lanes
         while self.turn:
             self.turn.pop()()
-        assert self.engine.counters["kv_batches"] == before
+        assert self.num_by_lanes == before
         assert all(answer.done() for answer in answers)
         return [answer.result() for answer in answers]
 
@@ -257,7 +262,7 @@ def test_what_is_pushed_and_read_at_once_is_what_two_steps_give(near: Near, coun
     )
 
 
-@pytest.mark.parametrize("output", [Output.RESIDUAL, Output.KV])
+@pytest.mark.parametrize("output", [Output.RESIDUAL, Output.KV, Output.ROWS, Output.HASH_IDS])
 @pytest.mark.parametrize("counts", [[1], [1, 1, 3], [5] * 12, [60], [64]])
 def test_steps_of_one_turn_are_one_batch_here_whatever_is_missing(
     near: Near, output: Output, counts: list[int]

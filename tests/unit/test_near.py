@@ -267,3 +267,62 @@ def test_what_waits_for_the_turn_at_close_is_refused(
     turn.end()
     with pytest.raises(EngramError):
         answer.result(10)
+
+
+def asked(engine: Engine, session_id: int, output: Output, count: int = 5) -> StepRequest:
+    segments = Segments(
+        np.array([count], np.int32), np.array([0]), np.array([session_id]),
+        np.array([EPOCH_OPENED]),
+    )  # fmt: skip
+    return StepRequest(segments, output, engine.geometry.layer_ids)
+
+
+@pytest.mark.parametrize("output", [Output.ROWS, Output.HASH_IDS])
+def test_rows_and_ids_of_small_reads_are_made_in_the_turn(
+    projecting: tuple[Engine, ProjectingNear, Turn],
+    monkeypatch: pytest.MonkeyPatch,
+    output: Output,
+) -> None:
+    engine, _, turn = projecting
+    request = asked(engine, fresh(engine), output)
+    answer = engine.step("", request)
+    assert not answer.done()
+    turn.end()
+    assert answer.done()
+    assert engine.counters["rows_batches"] == 0
+    assert engine.counters["near_batches"] == 2
+    monkeypatch.setattr(engine._scheduler.near, "take", lambda job: False)
+    by_lane = engine.step("", request).result(10)
+    assert engine.counters["rows_batches"] == 2
+    for layer, tensor in answer.result().tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), by_lane.tensors[layer].view(torch.uint8))
+
+
+def test_small_work_ahead_is_done_behind_the_turn_s_reads(
+    official_dir: Path,
+) -> None:
+    backend = load(open_checkpoint(official_dir), num_slots=512)
+    near, turn = let_it_project(backend), Turn()
+    with Engine(backend, EngineLimits(near_tokens=16, ahead_tokens=64)) as engine:
+        engine.attach(turn)
+        session_id = engine.open("", OpenRequest()).session_id
+        engine.push("", session_id, 0, np.arange(3))
+        answer = read(engine, session_id, 0, 1)
+        assert near.begun == []
+        turn.end()
+        assert answer.done()
+        counters = engine.counters
+        assert counters["ahead_tokens"] == 6
+        assert (counters["kv_batches"], counters["near_batches"]) == (0, 3)
+        assert len(near.begun[0]) == 1  # the read's, before what is made ahead
+        answers = read(engine, session_id, 0, 3), both(engine, session_id, 3)
+        turn.end()
+        assert all(answer.done() for answer in answers)
+        assert engine.counters["kv_misses"] == counters["kv_misses"]
+        near.is_busy = True  # then it is for the lane, as a read is
+        engine.push("", session_id, 3, np.arange(4))
+        turn.end()
+        assert engine.drain(10)
+        assert engine.counters["ahead_tokens"] == 6 + 8
+        assert engine.counters["kv_batches"] > 0
+    backend.close()
