@@ -234,11 +234,12 @@ class Server(uvicorn.Server):
         return False
 
     def _tidy(self) -> None:
-        """Sweep idle sessions; read the keys file again if it has changed."""
+        """Sweep idle sessions, give idle memory back; read the keys file again if it changed."""
         state = self._state
         if not state.is_loaded:
             return
         state.model.engine.sweep()
+        state.rest()
         keyring = state.access.keyring
         if keyring is None:
             return

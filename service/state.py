@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engram_core.engine_types import EngineLimits
 from engram_core.errors import Draining
+from engram_core.host_memory import PlainMemory, WarmMemory
 from service.access import Access
 from service.admission import InFlightPool
 from service.metrics import Metrics
@@ -70,6 +71,7 @@ class ServiceState:
         self._model: Model | None = None
         self._pool: InFlightPool | None = None
         self._regions: Regions | None = None
+        self._warm: WarmMemory | None = None
         self.metrics.active_requests.set_function(lambda: self.num_active)
 
     @property
@@ -111,7 +113,10 @@ class ServiceState:
 
     def serve(self, model: Model) -> None:
         """Become ready."""
-        self._pool = InFlightPool(model.in_flight_bytes, memory=model.backend.host_memory)
+        memory = model.backend.host_memory
+        if isinstance(memory, PlainMemory):
+            memory = self._warm = WarmMemory()
+        self._pool = InFlightPool(model.in_flight_bytes, memory=memory)
         self._regions = Regions(self.settings.shared_memory_bytes, model.backend.host_memory)
         self._model = model
         metrics = self.metrics
@@ -147,6 +152,11 @@ class ServiceState:
     def serves(self, model: Model) -> bool:
         """Whether new work is for this model."""
         return self._model is model and not self.is_draining
+
+    def rest(self) -> None:
+        """Give back the memory that is kept for large bodies, if none came for a while."""
+        if self._warm is not None:
+            self._warm.rest()
 
     def enter(self) -> None:
         """Count a request in."""

@@ -279,6 +279,14 @@ FAULTS = (
         "tests/service/test_fast_path.py"
         "::test_too_large_and_no_room_reach_a_client_that_writes_20_mb_first",
     ),
+    fault(
+        "warm-pages-taken-from-a-body",
+        "engram_core/host_memory.py",
+        " and self._is_warm and not self.pieces.used_bytes:",
+        " and self._is_warm:",
+        "tests/unit/test_host_memory.py"
+        "::test_large_bodies_find_warm_pages_until_none_comes_for_a_while",
+    ),
     # ------------------------------------------------------------------ remembered heads
     fault(
         "remembered-key-is-not-asked-again",

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from engram_core.errors import Overloaded
-from engram_core.host_memory import PAGE_BYTES, Pieces, PlainMemory, PooledMemory
+from engram_core.host_memory import (
+    PAGE_BYTES,
+    WARM_BYTES,
+    Pieces,
+    PlainMemory,
+    PooledMemory,
+    WarmMemory,
+)
 
 PAGES = 16
 
@@ -111,3 +118,32 @@ def test_tensors_are_what_was_asked_for(
         tensor = memory.tensor(shape, dtype)
         assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
         tensor.fill_(1)
+
+
+def test_large_bodies_find_warm_pages_until_none_comes_for_a_while() -> None:
+    memory = WarmMemory(2 * WARM_BYTES)
+    first = memory.buffer(WARM_BYTES)
+    first[:] = 7
+    address = first.__array_interface__["data"][0]  # first.ctypes would keep it
+    del first
+    memory.rest()  # one came since the start
+    again = memory.buffer(WARM_BYTES)
+    assert (again.__array_interface__["data"][0], int(again.min())) == (address, 7)
+    memory.rest()
+    memory.rest()  # none came, but one lives
+    assert int(again.min()) == 7
+    del again
+    memory.rest()
+    assert int(memory.buffer(WARM_BYTES).max()) == 0
+
+
+def test_what_finds_no_warm_pages_is_plain() -> None:
+    memory = WarmMemory(2 * WARM_BYTES)
+    held = [memory.buffer(WARM_BYTES) for _ in range(3)]
+    for number, buffer in enumerate(held):
+        buffer[:] = number
+    assert [len(buffer) for buffer in held] == [WARM_BYTES] * 3
+    assert [int(buffer.max()) for buffer in held] == [0, 1, 2]
+    assert len(memory.buffer(3 * WARM_BYTES)) == 3 * WARM_BYTES
+    small = memory.buffer(WARM_BYTES - 1)
+    assert (len(small), memory.pieces.used_bytes) == (WARM_BYTES - 1, 2 * WARM_BYTES)
