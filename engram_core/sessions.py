@@ -26,7 +26,7 @@ from engram_core.fence import (
     judge_rewind,
     overlap,
 )
-from engram_core.pages import PAGE, Ints, PagedIds, page_end, page_start
+from engram_core.pages import PAGE, Ints, PagedIds, page_end, page_start, spread
 from engram_core.refusals import (
     duplicates,
     held_full,
@@ -167,6 +167,8 @@ class SessionPool:
             Conflict, HeldTokensFull or DuplicateSession.
         """
         rows, fence = self._look_up(tenant, asked)
+        if not truncate and (plain := self._append_all(rows, fence, asked, ids)) is not None:
+            return plain
         held = overlap(fence, asked)
         same = self._ids.leading_equal(rows, asked.position, asked.count, ids, held=held)
         judged = judge_push(fence, asked, held, same, truncate=truncate)
@@ -184,6 +186,31 @@ class SessionPool:
         self._set_length(rows, fence, judged.length)
         self._ids.write_last(rows, asked.position, asked.count, ids, written=appended)
         return self._pushed(rows, appended, removed)
+
+    def _append_all(
+        self, rows: Ints, fence: Fence, asked: Asked, ids: NDArray[np.int32]
+    ) -> Pushed | None:
+        """Push what every session takes at its end, which is nearly all that is pushed: no look at
+        what is held. None: it is not that, and nothing was changed."""
+        position, count = asked.position, asked.count
+        end = position + count
+        if (
+            not fence.known.all()
+            or (position != fence.length).any()
+            or (fence.resolve(asked.epoch) != fence.epoch).any()
+            or end.max(initial=0) > MAX_POSITIONS
+            or self.held_tokens + len(ids) > self._limits.max_held_tokens
+            or len(set(rows.tolist())) < len(rows)
+        ):
+            return None
+        before, after = page_end(fence.length), page_end(end)
+        if (before != after).any():
+            self._ids.resize(rows, before, after)
+        self._fence[_LENGTH, rows] = end
+        self.held_tokens += len(ids)
+        self._ids.write(np.repeat(rows, count), spread(position, count), ids)
+        self._registry.touch(rows)
+        return Pushed(rows, end, fence.base, fence.epoch, count, np.zeros_like(rows))
 
     def rewind(self, tenant: str, asked: Asked) -> Pushed:
         """Cut sessions back to `asked.position`, any length >= base; the epoch moves.

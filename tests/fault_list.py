@@ -369,8 +369,8 @@ FAULTS = (
     fault(
         "direct-read-does-not-renew",
         SESSIONS,
-        "        self._registry.touch(row)\n        ids = self._ids\n",
-        "        ids = self._ids\n",
+        "        self._registry.touch(row)\n        return self._spot(",
+        "        return self._spot(",
         f"{DIRECT}::test_it_renews_the_session",
     ),
     fault(
@@ -1048,6 +1048,28 @@ FAULTS = (
         "            self._free += fresh\n            return None\n",
         "            return None\n",
         "tests/unit/test_kv_store.py::test_what_could_not_be_computed_leaves_nothing_behind",
+    ),
+    fault(
+        "append-at-the-end-under-a-stale-epoch",
+        "engram_core/sessions.py",
+        "            or (fence.resolve(asked.epoch) != fence.epoch).any()\n",
+        "",
+        "tests/unit/test_fence_simulation.py",
+        "tests/unit/test_sessions.py",
+    ),
+    fault(
+        "one-session-appended-to-twice-in-a-step",
+        "engram_core/sessions.py",
+        "            or len(set(rows.tolist())) < len(rows)\n",
+        "",
+        "tests/unit/test_sessions.py",
+    ),
+    fault(
+        "append-past-the-room-for-ids",
+        "engram_core/sessions.py",
+        "            or self.held_tokens + len(ids) > self._limits.max_held_tokens\n",
+        "",
+        "tests/unit/test_sessions.py",
     ),
     fault(
         "append-across-a-page-in-one-write",

@@ -470,9 +470,10 @@ def test_one_refused_segment_refuses_all_and_every_failing_one_is_listed(toy: Po
     assert (toy.state(2).length, toy.state().length) == (0, 5)
 
 
-def test_session_named_twice_in_a_push_is_refused(toy: Pool) -> None:
+@pytest.mark.parametrize("second", [5, 6])
+def test_session_named_twice_in_a_push_is_refused(toy: Pool, second: int) -> None:
     with pytest.raises(errors.StepRefused) as caught:
-        many(toy, [(1, 5, [1]), (1, 6, [1])])
+        many(toy, [(1, 5, [1]), (1, second, [1])])
     assert [(s["index"], s["code"]) for s in caught.value.segments] == [(1, "duplicate_session")]
     assert toy.state().length == 5
 
