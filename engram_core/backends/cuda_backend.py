@@ -415,6 +415,7 @@ class CudaBackend:
             num_lanes=NEAR_LANES,
             mapped_tokens=self._gates.mapped_tokens,
             device_index=self._device_index,
+            keeps_lock=True,
         )
         self._owned.callback(gates.close)
         with_graphs = self._graphs is not None

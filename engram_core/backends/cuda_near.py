@@ -91,7 +91,7 @@ class NearProjector:
         host, T in 1..64. Raises: BadTensor, Internal."""
         replays = self._replays[layer_index]
         if count < len(replays):
-            self._native.replay(replays[count], slots, windows, count, 1)
+            self._native.held.replay(replays[count], slots, windows, count, 1)
         else:
             self._launch(layer_index, count, windows=windows, slots=slots)
 

@@ -33,6 +33,7 @@ class HostGates:
 
     One call at a time (the caller's lock).
 
+    keeps_lock: small gates keep the interpreter's lock
     stream: of gates in place; mapped_tokens: up to here they are in place
     """
 
@@ -45,7 +46,9 @@ class HostGates:
         num_lanes: int,
         mapped_tokens: int,
         device_index: int,
+        keeps_lock: bool = False,
     ) -> None:
+        self._gate_small = (engram.native.held if keeps_lock else engram.native).gate_host
         self.mapped_tokens = mapped_tokens
         self._num_lanes = num_lanes
         self._native = engram.native
@@ -149,7 +152,8 @@ class HostGates:
         params.is_pageable = not is_pinned
         params.piece_tokens = INLINE_TOKENS
         slots, dead, residual = addresses
-        self._native.gate_host(reference, slots, dead, residual, residual, count)
+        gate = self._gate_small if count <= INLINE_TOKENS else self._native.gate_host
+        gate(reference, slots, dead, residual, residual, count)
 
     def _piece_tokens(self, count: int, *, is_pinned: bool) -> int:
         """Largest piece; of pageable memory small enough that every lane gets some."""

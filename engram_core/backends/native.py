@@ -23,6 +23,7 @@ from ctypes import (
 )
 from ctypes import c_int32 as i32
 from ctypes import c_int64 as i64
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -351,14 +352,15 @@ class Native:
     """The library. Each verb of engram.h is a method that raises instead of returning a status.
 
     path: of the library; left out, `find_library()`
+    keeps_lock: its calls keep the interpreter's lock (see `held`)
 
     Raises (every verb): BadTensor for refused parameters; Internal after a CUDA error or a
     timeout, when the device is not to be trusted any more; Unsupported; CheckpointError for files.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, keeps_lock: bool = False) -> None:
         self.path = path or find_library()
-        self._library = ctypes.CDLL(str(self.path))
+        self._library = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(str(self.path))
         self._library.engram_last_error.restype = c_char_p
         self._library.engram_architectures.restype = c_char_p
         self._library.engram_row_bytes.restype = i64
@@ -381,6 +383,12 @@ class Native:
         verb = self._checked(name, _VERBS[name])
         setattr(self, name, verb)
         return verb
+
+    @cached_property
+    def held(self) -> Native:
+        """The same, for calls that are shorter than it takes to have the interpreter's lock again
+        from a thread that computes."""
+        return Native(self.path, keeps_lock=True)
 
     @property
     def architectures(self) -> str:

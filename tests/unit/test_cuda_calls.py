@@ -38,6 +38,10 @@ class Library:
         self._memory: list[Any] = []
         self._handles = 1000
 
+    @property
+    def held(self) -> Library:
+        return self
+
     def row_bytes(self, form: int, values: int) -> int:
         name = next(name for name, number in abi.FORMATS.items() if number == form)
         return row_format(name).row_bytes(values)
