@@ -17,7 +17,7 @@ from service.desk import Desk, request_id
 from service.exchange import Exchange, Exchanges, Head, Line, Refusal
 from service.operations import Operation
 from service.reads import READS, TensorRead
-from service.recall import Recall
+from service.recall import Place, Recall
 from service.state import ServiceState
 from service.step_recall import StepRecall
 
@@ -34,8 +34,8 @@ class FastPath:
         self._state = state
         self._desk = desk
         self._exchanges = Exchanges(state, desk)
-        self._recall = Recall(state, desk, self._exchanges)
-        self._step_recall = StepRecall(state, desk, self._exchanges)
+        shared = state, desk, self._exchanges, Place(state)
+        self._recall, self._step_recall = Recall(*shared), StepRecall(*shared)
 
     def recall(self, data: bytes, line: Line) -> bool:
         """Answer or begin a request whose headers are remembered (see `Recall.answer`)."""

@@ -85,15 +85,36 @@ class _Asked(NamedTuple):
     begin: int
 
 
+class Place:
+    """Where one whole body at a time is worked on: in the memory of the model that is served."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._model: Model | None = None
+        self._bytes = memoryview(b"")
+        self.address = 0
+
+    def of(self, model: Model, num_bytes: int) -> memoryview | None:
+        """Return it for bodies of a model. None: they are too large, or there is no room now."""
+        if num_bytes > AT_ONCE_BYTES:
+            return None
+        if self._model is not model:
+            try:
+                self._bytes = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
+            except EngramError:
+                return None
+            self.address = addressof(c_char.from_buffer(self._bytes))
+            self._model = model
+        return self._bytes[:num_bytes]
+
+
 class Recall:
     """Remembered heads; one for an app."""
 
-    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
+    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges, place: Place) -> None:
         self._state, self._desk, self._exchanges = state, desk, exchanges
+        self._place = place
         self._known: dict[tuple[bool, bytes], _Known] = {}
-        self._model: Model | None = None
-        self._place = memoryview(b"")  # of one body at a time, where the backend wants it
-        self._address = 0
 
     def answer(self, data: bytes, line: Line) -> bool:
         """Answer a request that came whole, or begin it; False: nothing was done, parse it.
@@ -123,8 +144,8 @@ class Recall:
         place, shared = None, _shared_in(call)
         if shared is not None and call.shared is not None and call.shared.body is not None:
             where |= call.leave([call.shared.body])[0]
-        elif 0 < num_bytes <= AT_ONCE_BYTES and call.shared is None:
-            place = self._place_of(model, num_bytes)
+        elif num_bytes and call.shared is None:
+            place = self._place.of(model, num_bytes)
         timing = ANSWER_HEADERS if shared is None else SHARED_ANSWER_HEADERS
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
@@ -177,7 +198,7 @@ class Recall:
             return False
         if known.shared is None:
             body[:] = memoryview(data)[asked.begin :]
-            address = self._address
+            address = self._place.address
         else:
             address = addressof(c_char.from_buffer(body))
         received_s = perf_counter()
@@ -246,20 +267,6 @@ class Recall:
             return False
         line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
         return True
-
-    def _place_of(self, model: Model, num_bytes: int) -> memoryview | None:
-        """Return where a small body is gated, in the memory of the model that is served.
-
-        None: there is no room now.
-        """
-        if self._model is not model:
-            try:
-                self._place = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
-            except EngramError:
-                return None
-            self._address = addressof(c_char.from_buffer(self._place))
-            self._model = model
-        return self._place[:num_bytes]
 
 
 def _shared_in(call: Call) -> tuple[str, str] | None:

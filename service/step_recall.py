@@ -25,7 +25,7 @@ from service.calls import Call, find_shared
 from service.desk import ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Exchanges, Head, Line, answer_block
 from service.reads import StepRead
-from service.recall import AT_ONCE_BYTES, END, MAX_KNOWN, PLAIN, headers_of
+from service.recall import END, MAX_KNOWN, PLAIN, Place, headers_of
 from service.state import Model, ServiceState
 
 _LINE = re.compile(rb"POST /v1/step\?[!-~]{1,200} HTTP/1\.1(?=\r\n)")
@@ -52,11 +52,10 @@ class _Known:
 class StepRecall:
     """Remembered heads of steps; one for an app."""
 
-    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
+    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges, place: Place) -> None:
         self._state, self._desk, self._exchanges = state, desk, exchanges
+        self._place = place
         self._known: dict[tuple[bool, bytes], _Known] = {}
-        self._model: Model | None = None
-        self._place = memoryview(b"")  # of one body at a time, where the backend wants it
 
     def answer(self, data: bytes, line: Line) -> bool:
         """Answer a request that came whole, or begin it; False: nothing was done, parse it.
@@ -93,8 +92,8 @@ class StepRecall:
             return  # the parser saw something else in these bytes: they are not looked up
         num_bytes, place = call.inbox.length or 0, None
         is_one = read.options.output is Output.RESIDUAL and call.shared is None
-        if is_one and 0 < num_bytes <= AT_ONCE_BYTES:
-            place = self._place_of(read.model, num_bytes)
+        if is_one and num_bytes:
+            place = self._place.of(read.model, num_bytes)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[line.is_unix, first + block] = _Known(
@@ -159,19 +158,6 @@ class StepRecall:
             return False
         line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
         return True
-
-    def _place_of(self, model: Model, num_bytes: int) -> memoryview | None:
-        """Return where a small body is worked on, in the memory of the model that is served.
-
-        None: there is no room now.
-        """
-        if self._model is not model:
-            try:
-                self._place = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
-            except EngramError:
-                return None
-            self._model = model
-        return self._place[:num_bytes]
 
 
 def _ask(step: steps.OneStep, known: _Known) -> OneAnswer | None:
