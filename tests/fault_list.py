@@ -899,6 +899,13 @@ FAULTS = (
         NATIVE,
     ),
     fault(
+        "csrc-arranged-fp8-high-bits-misplaced",
+        "csrc/formats/arranged.h",
+        "(code & 0x70u) << 8",
+        "(code & 0x70u) << 7",
+        ARRANGED,
+    ),
+    fault(
         "csrc-arranged-q3-k-steps-swapped",
         "csrc/formats/arranged_blocks.h",
         "return ((low >> (2 * step)) & 0x33333333u)",
