@@ -15,6 +15,7 @@ from engram_client import verbs
 from engram_client.arrays import Array
 from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE, not_connected
 from engram_client.direct import MORE, OTHER, Answering, Ask, Direct, Plan
+from engram_client.direct_step import step_ask
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import (
     EXPECT_ABOVE_BYTES,
@@ -115,19 +116,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def can_ask(self, ask: Ask) -> bool:
-        """Tell whether a request can be made by `ask`: that of a device's tensor needs memory."""
-        return self.region is not None or not ask.kind.is_far
-
     async def ask(self, ask: Ask, identity: str, fixed: bytes, timeout_s: float) -> None:
         """Send one request and let its answer land; where it has not, `finish` goes on."""
         plan = self._answering.begin(ask, identity, fixed, self.region)
-        head = ask.line + plan.tail
-        if plan.place is not None:
-            ask.put(plan.place)
+        data = b"".join(ask.buffers(plan))
         loop = asyncio.get_running_loop()
         self._asked, self._waiter = (ask, plan), loop.create_future()
-        self._write(head if plan.place is not None else b"".join((head, ask.body)))
+        self._write(data)
         late = loop.call_later(timeout_s, self._fail, ConnectionLost("no whole answer in time"))
         try:
             if self._failure is None:
@@ -250,14 +245,13 @@ class AsyncConnectionPool:
         connection = self._pop(replica, wants_memory=self._shares_memory[replica])
         if connection is None:
             return None
-        if connection.can_ask(ask):
-            try:
-                await connection.ask(ask, identity, self._fixed[replica], self._timeout_s)
-            except BaseException:
-                connection.close()
-                raise
-            if not ask.is_landed:
-                return connection
+        try:
+            await connection.ask(ask, identity, self._fixed[replica], self._timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        if not ask.is_landed:
+            return connection
         self._give(replica, connection)
         return None
 
@@ -467,7 +461,20 @@ class AsyncEngramClient:
     ) -> StepResult:
         """Push and read any number of sequences and layers; see `EngramClient.step`."""
         options = StepOptions(tuple(layers), output, stored, truncate, wait_ms, ahead)
-        return await self._run(verbs.step(self._protocol, segments, options, residual, out))
+        ask = step_ask(self._direct, segments, options, residual, out)
+        if ask is None:
+            return await self._run(verbs.step(self._protocol, segments, options, residual, out))
+        try:
+            begun = await self._pool.ask(ask, self._protocol.identity)
+            if ask.is_landed:
+                return ask.answer()
+            ask.unmark()
+        finally:
+            ask.leave()
+        effects = verbs.step(self._protocol, segments, options, residual, out)
+        if begun is None:
+            return await self._run(effects)
+        return await self._go_on(effects, ask, begun)
 
     async def _apply(
         self,

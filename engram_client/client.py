@@ -14,6 +14,7 @@ from engram_client import verbs
 from engram_client.arrays import Array
 from engram_client.connection import Connection, ConnectionPool
 from engram_client.direct import Ask, Direct
+from engram_client.direct_step import step_ask
 from engram_client.exchange import Effects, Pause
 from engram_client.http1 import Request, Response
 from engram_client.problems import EngramClientError
@@ -148,7 +149,20 @@ class EngramClient:
         Raises EngramProblem: `segments` lists every refused one; nothing was changed.
         """
         options = StepOptions(tuple(layers), output, stored, truncate, wait_ms, ahead)
-        return self._run(verbs.step(self._protocol, segments, options, residual, out))
+        ask = step_ask(self._direct, segments, options, residual, out)
+        if ask is None:
+            return self._run(verbs.step(self._protocol, segments, options, residual, out))
+        try:
+            begun = self._pool.ask(ask, self._protocol.identity)
+            if ask.is_landed:
+                return ask.answer()
+            ask.unmark()
+        finally:
+            ask.leave()
+        effects = verbs.step(self._protocol, segments, options, residual, out)
+        if begun is None:
+            return self._run(effects)
+        return self._go_on(effects, ask, begun)
 
     def _run(self, effects: Effects[T]) -> T:
         return drive(effects, self._pool.exchange, time.sleep)

@@ -84,30 +84,23 @@ class Connection:
         """Close the socket."""
         self._socket.close()
 
-    def can_ask(self, ask: Ask) -> bool:
-        """Tell whether a request can be made by `ask`: not over TLS, nor for a device's tensor
-        without shared memory."""
-        if self._is_tls or self.asks_memory:
-            return False
-        return self._region is not None or not ask.kind.is_far
+    @property
+    def can_ask(self) -> bool:
+        """Tell whether requests can be made by `ask`: TLS does not wait in the kernel."""
+        return not (self._is_tls or self.asks_memory)
 
     def ask(self, ask: Ask, identity: str) -> None:
         """Send one request and let its answer land; where it has not, `finish` goes on."""
         answering = self._answering
         plan = answering.begin(ask, identity, self._fixed, self._region)
-        head = ask.line + plan.tail
-        if plan.place is None:
-            buffers, num_bytes = (head, ask.body), len(head) + ask.kind.num_bytes
-        else:
-            ask.put(plan.place)
-            buffers, num_bytes = (head, b""), len(head)
+        buffers = ask.buffers(plan)
         self._unsent, self._fault = [], None
         begun = time.monotonic()
         try:
             sent = self._socket.sendmsg(buffers, (), socket.MSG_DONTWAIT)
         except OSError:  # where that lasts, `finish` meets it too
             sent = 0
-        if sent < num_bytes:
+        if sent < sum(map(len, buffers)):
             left = deque([memoryview(buffer) for buffer in buffers])
             _advance(left, sent)
             self._unsent = [*left]
@@ -286,7 +279,7 @@ class ConnectionPool:
         connection = self._pop(ask.replica)
         if connection is None:
             return None
-        if connection.can_ask(ask):
+        if connection.can_ask:
             try:
                 connection.ask(ask, identity)
             except BaseException:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -76,27 +77,137 @@ class Kind:
         return tensor.reshape(-1).view(np.uint8).data  # type: ignore[no-any-return]
 
 
-class Plan:
-    """What the requests for tensors of one kind have in common on one connection.
+class Plan(Protocol):
+    """What requests of one kind have in common on one connection."""
 
-    tail: of a request's head, from the first header on; answer: what `_ANSWER` is to find
-    place: of the body in shared memory; places: of the answer there, by what `_ANSWER` finds
+    def find(self, answer: bytearray, end: int) -> tuple[int, int]:
+        """Return where the body of the ordinary answer begins, and its bytes; 0, 0: it is another.
+
+        answer: as much as `end` bytes of it
+        """
+
+    def land(self, ask: Any, body: memoryview) -> bool:
+        """Take an answer's body; False: it is not the ordinary one."""
+
+
+class Staged:
+    """Memory of the host that a far tensor of one kind passes on its way through a socket."""
+
+    def __init__(self, kind: Kind, tensor: Any) -> None:
+        torch = sys.modules["torch"]
+        self.tensor: Any = torch.empty(kind.shape, dtype=kind.dtype, pin_memory=tensor.is_cuda)
+        self.body = kind.bytes_of(self.tensor)
+
+
+class Ask:
+    """One request. line: the first of its head; source: the caller's tensor; body: its bytes;
+    landing: where those of the answer go; result: the tensor they are. Far ones have no bytes."""
+
+    __slots__ = ("body", "is_landed", "kind", "landing", "line", "replica", "result", "source")
+
+    def __init__(self, kind: Kind, source: Any, result: Any, replica: int) -> None:
+        self.kind, self.source, self.result, self.replica = kind, source, result, replica
+        self.body: Any = None
+        self.landing: Any = None
+        self.line, self.is_landed = b"", False
+        if not kind.is_far:
+            self.body, self.landing = kind.bytes_of(source), kind.bytes_of(result)
+
+    @property
+    def key(self) -> object:
+        """What its plan is remembered by."""
+        return self.kind
+
+    def plan(self, identity: str, fixed: bytes, region: Region | None) -> Any:
+        """Return its plan for a connection."""
+        return ReadPlan(self, identity, fixed, region)
+
+    def buffers(self, plan: Any) -> Sequence[bytes | memoryview]:
+        """Return what is sent; a body in shared memory is put there."""
+        head = self.line + plan.tail
+        if plan.place is None:
+            return head, self.sent(plan.staged)
+        if self.body is None:
+            plan.place.copy_(self.source)
+        else:
+            plan.place[:] = self.body
+        return (head,)
+
+    def is_of(self, request: Request) -> bool:
+        """Tell whether this is a request of the protocol's."""
+        line = f"{request.method} {request.target} HTTP/1.1\r\n"
+        return request.replica == self.replica and line.encode() == self.line
+
+    def sent(self, staged: Staged | None) -> memoryview:
+        """Return the tensor's bytes as a socket can send them."""
+        if staged is None:
+            return self.body  # type: ignore[no-any-return]
+        staged.tensor.copy_(self.source)
+        return staged.body
+
+    def land(self, body: memoryview, staged: Staged | None) -> None:
+        """Take the answer's tensor, as it came through the socket."""
+        if staged is None:
+            self.landing[:] = body
+        else:
+            staged.body[:] = body
+            self.result.copy_(staged.tensor)
+        self.is_landed = True
+
+    def land_shared(self, place: Any) -> None:
+        """Take the answer's tensor from shared memory."""
+        if self.landing is None:
+            self.result.copy_(place)
+        else:
+            self.landing[:] = place
+        self.is_landed = True
+
+
+class ReadPlan:
+    """The plan of `Session.apply`.
+
+    tail: of a request's head, from the first header on; staged: for far tensors
+    place: of the body in shared memory
     """
 
-    def __init__(self, kind: Kind, identity: str, fixed: bytes, region: Region | None) -> None:
+    def __init__(self, ask: Ask, identity: str, fixed: bytes, region: Region | None) -> None:
+        kind = ask.kind
         told = wire.format_shape(kind.shape).encode(), kind.dtype_name.encode()
         headers = [*tensor_headers(kind.dtype_name, kind.shape), (wire.TABLE, identity)]
         request = Request("POST", "", headers, [bytes(kind.num_bytes)])
-        self.answer: Found = (*told, None, b"%d" % kind.num_bytes)
         self.place: Any = None
-        self.places: dict[Found, Any] = {}
+        self._answer: Found = (*told, None, b"%d" % kind.num_bytes)
+        self._num_bytes = kind.num_bytes
+        self._places: dict[Found, Any] = {}
+        self._found: Any = None
         if region is not None and (placed := region.head_of(request)) is not None:
             request, end = placed
             for offset in (end, 0):  # an answer of its own, or the residual updated in place
                 if offset + kind.num_bytes <= len(region.memory):
                     self.place = _part(region, offset, kind)
-                    self.places[(*told, b"%d,%d,0" % (offset, kind.num_bytes), b"0")] = self.place
+                    self._places[(*told, b"%d,%d,0" % (offset, kind.num_bytes), b"0")] = self.place
         self.tail = format_head(request, fixed).partition(b"\r\n")[2]
+        self.staged = Staged(kind, ask.source) if kind.is_far else None
+
+    def find(self, answer: bytearray, end: int) -> tuple[int, int]:
+        """See `Plan`."""
+        found = _ANSWER.match(answer, 0, end)
+        if found is None:
+            return 0, 0
+        told = found.groups()
+        self._found = None
+        if told == self._answer:
+            return found.end(), self._num_bytes
+        self._found = self._places.get(told)
+        return (0, 0) if self._found is None else (found.end(), 0)
+
+    def land(self, ask: Ask, body: memoryview) -> bool:
+        """See `Plan`."""
+        if self._found is None:
+            ask.land(body, self.staged)
+        else:
+            ask.land_shared(self._found)
+        return True
 
 
 def _part(region: Region, offset: int, kind: Kind) -> Any:
@@ -106,76 +217,48 @@ def _part(region: Region, offset: int, kind: Kind) -> Any:
     return region.memory[offset : offset + kind.num_bytes]
 
 
-class Ask:
-    """One request. line: the first of its head; source: the caller's tensor; body: its bytes;
-    landing: where those of the answer go; result: the tensor they are. Far ones have no bytes."""
-
-    __slots__ = ("body", "is_landed", "kind", "landing", "line", "replica", "result", "source")
-
-    def __init__(self, kind: Kind, source: Any, result: Any) -> None:
-        self.kind, self.source, self.result = kind, source, result
-        self.body: Any = None
-        self.landing: Any = None
-        self.line, self.replica, self.is_landed = b"", 0, False
-        if not kind.is_far:
-            self.body, self.landing = kind.bytes_of(source), kind.bytes_of(result)
-
-    def is_of(self, request: Request) -> bool:
-        """Tell whether this is a request of the protocol's."""
-        line = f"{request.method} {request.target} HTTP/1.1\r\n"
-        return request.replica == self.replica and line.encode() == self.line
-
-    def put(self, place: Any) -> None:
-        """Put the body into shared memory."""
-        if self.body is None:
-            place.copy_(self.source)
-        else:
-            place[:] = self.body
-
-    def land(self, place: Any) -> None:
-        """Take the answer."""
-        if self.landing is None:
-            self.result.copy_(place)
-        else:
-            self.landing[:] = place
-        self.is_landed = True
-
-
 class Direct:
     """Makes requests of calls, for one client."""
 
     def __init__(self, protocol: EngramProtocol) -> None:
-        self._protocol = protocol
+        self.protocol = protocol
         self._kinds: dict[tuple[Any, ...], Kind] = {}
 
     def ask(
         self, state: SessionState, layer: int, residual: Any, position: int | None, out: Any
     ) -> Ask | None:
         """Return the request of `Session.apply`; None where that is for the protocol to make."""
-        kind = self._kind_of(residual)
+        kind = self.kind_of(residual)
         if kind is None:
             return None
         count = kind.shape[0]
         first = state.history.length - count if position is None else position
         if type(first) is not int or type(layer) is not int:
             return None
-        if not self._protocol.is_one_request(state, "residual", count):
+        if not self.protocol.is_one_request(state, "residual", count):
             return None
-        if out is None:
-            out = kind.new_like(residual)
-        elif self._kind_of(out) is not kind or not (kind.is_torch or out.flags.writeable):
-            return None
-        ask = Ask(kind, residual, out)
-        ask.replica = state.replica
-        ask.line = b"POST /v1/sessions/%d/layers/%d/residual?position=%d&epoch=%d HTTP/1.1\r\n" % (
-            state.session_id,
-            layer,
-            first,
-            state.epoch,
-        )
+        ask = self.of(residual, out, kind, state.replica)
+        if ask is not None:
+            ask.line = (
+                b"POST /v1/sessions/%d/layers/%d/residual?position=%d&epoch=%d HTTP/1.1\r\n"
+                % (state.session_id, layer, first, state.epoch)
+            )
         return ask
 
-    def _kind_of(self, tensor: Any) -> Kind | None:
+    def of(
+        self, residual: Any, out: Any, kind: Kind, replica: int, make: type[Ask] = Ask
+    ) -> Ask | None:
+        """Return a request that sends a tensor of a kind and is answered by such a one.
+
+        None: `out` is not of the kind
+        """
+        if out is None:
+            out = kind.new_like(residual)
+        elif self.kind_of(out) is not kind or not (kind.is_torch or out.flags.writeable):
+            return None
+        return make(kind, residual, out, replica)
+
+    def kind_of(self, tensor: Any) -> Kind | None:
         """Return the kind of a contiguous tensor, None for others and for what is no residual."""
         if type(tensor) is np.ndarray:
             is_plain = tensor.flags.c_contiguous
@@ -210,17 +293,17 @@ class Answering:
         self._view = memoryview(self._scratch)
         self.space = self._view
         self._begin, self._end, self._count = 0, 0, 0
-        self._plans: dict[Kind, Plan] = {}
+        self._plans: dict[object, Plan] = {}
 
     def begin(self, ask: Ask, identity: str, fixed: bytes, region: Region | None) -> Plan:
         """Make ready for an answer; return how to ask for it on this connection."""
         self.space = self._view
         self._end = self._count = 0
-        plan = self._plans.get(ask.kind)
+        plan = self._plans.get(ask.key)
         if plan is None:
             if len(self._plans) >= MAX_KINDS:
                 self._plans.clear()
-            plan = self._plans[ask.kind] = Plan(ask.kind, identity, fixed, region)
+            plan = self._plans[ask.key] = ask.plan(identity, fixed, region)
         return plan
 
     @property
@@ -229,7 +312,7 @@ class Answering:
         return self._view[: self._count]
 
     def received(self, count: int, ask: Ask, plan: Plan) -> int:
-        """Take note of bytes received into `space`: MORE, DONE or, at first, OTHER.
+        """Take note of bytes received into `space`: MORE, DONE or OTHER.
 
         Raises ConnectionLost: at the end.
         """
@@ -237,21 +320,11 @@ class Answering:
             raise ConnectionLost("the connection was closed before a whole answer came")
         self._count = end = self._count + count
         if not self._end:
-            found = _ANSWER.match(self._scratch, 0, end)
-            if found is None:
+            self._begin, num_bytes = plan.find(self._scratch, end)
+            if not self._begin or end > self._begin + num_bytes:
                 return OTHER
-            told, begin = found.groups(), found.end()
-            if told != plan.answer:
-                place = plan.places.get(told)
-                if place is None or begin != end:
-                    return OTHER
-                ask.land(place)
-                return DONE
-            self._begin, self._end = begin, begin + ask.kind.num_bytes
-            if ask.landing is None or end > self._end:
-                return OTHER
+            self._end = self._begin + num_bytes
         if end < self._end:
             self.space = self._view[end : self._end]
             return MORE
-        ask.land(self._view[self._begin : end])
-        return DONE
+        return DONE if plan.land(ask, self._view[self._begin : end]) else OTHER

@@ -883,6 +883,27 @@ FAULTS = (
         "        return request.replica == self.replica and len(line) > 0\n",
         CLIENT_DIRECT,
     ),
+    fault(
+        "client-step-marks-nothing-in-doubt",
+        "engram_client/direct_step.py",
+        "            state.unsettled = self.position if self.options.truncate else state.length\n",
+        "            pass\n",
+        "tests/unit/test_client_direct_step.py",
+    ),
+    fault(
+        "client-step-believes-any-length",
+        "engram_client/direct_step.py",
+        "            if self.length != expected:\n",
+        "            if self.length < 0:\n",
+        "tests/unit/test_client_direct_step.py",
+    ),
+    fault(
+        "client-step-of-another-body",
+        "engram_client/direct_step.py",
+        "            and b\"\".join(request.sent_body).endswith(self.numbers)\n",
+        "",
+        "tests/unit/test_client_direct_step.py",
+    ),
     # ------------------------------------------------------------------ kernels' formats and hash
     fault(
         "csrc-q2-k-nibbles-swapped",

@@ -93,12 +93,18 @@ def test_residuals_are_asked_for_without_the_protocol(
                 without.setattr(Direct, "ask", lambda *_: None)
                 want = session.apply(1, x)
             with monkeypatch.context() as alone:
-                if transport == "auto" or not is_far:
-                    alone.setattr(Exchange, "call", lambda *_: pytest.fail("the protocol"))
+                alone.setattr(Exchange, "call", lambda *_: pytest.fail("the protocol"))
                 got = [session.apply(1, x), session.apply(1, x.clone(), 60 - count)]
                 got += [session.apply(1, x, out=torch.empty_like(x))]
                 got += [session.apply(1, (same := x.clone()), out=same)]
+                step = [Segment(session, position=60 - count, count=count)]
+                got += [client.step(step, (1,), residual=x).tensors[1]]
             assert all(torch.equal(each, want) for each in got)
+        with monkeypatch.context() as alone:
+            alone.setattr(Exchange, "call", lambda *_: pytest.fail("the protocol"))
+            told = client.step([Segment(session, token_ids=[5])], (14,), residual=residual(1))
+        assert (told.length.tolist(), session.length, told.dead.tolist()) == ([61], 61, [False])
+        assert torch.equal(told.tensors[14], session.apply(14, residual(1)))
         session.close()
 
 

@@ -85,7 +85,7 @@ LEVELS = {
         "segments exchange assembly",
         "protocol",
         "direct",
-        "connection setup verbs",
+        "connection direct_step setup verbs",
         "client aio",
         "remote local",
         "",

@@ -1,0 +1,240 @@
+"""Steps of one segment asked for at once: the protocol's bytes, its record, its way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment
+from tests.unit.fake_service import Refusal
+from tests.unit.raw_server import Peer, answer
+from tests.unit.speaking import Awaiting, Blocking, Speaking, never, plain, residual, talking
+
+
+@pytest.fixture
+def service() -> Speaking:
+    return Speaking()
+
+
+@pytest.fixture(params=[Blocking, Awaiting])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def told(result: Any) -> Any:
+    return (
+        *(array.tolist() for array in (result.length, result.epoch, result.dead)),
+        *(array.dtype for array in (result.length, result.epoch, result.dead)),
+        {layer: (type(each), plain(each)) for layer, each in result.tensors.items()},
+    )
+
+
+def held(service: Speaking, talk: Any) -> tuple[list[int], list[int]]:
+    """The ids of the session as the service and as the client have them."""
+    state = talk.session.state
+    return service.fake.sessions[state.session_id].ids, state.history.read(0, state.length).tolist()
+
+
+SEGMENTS = [
+    {"position": 1, "count": 2},
+    {"count": 2},
+    {"token_ids": [9, 10]},
+    {"token_ids": (9, 10), "position": 4},
+    {"token_ids": [6, 7], "position": 1},
+]
+
+
+@pytest.mark.parametrize("make", [np.float32, ml_dtypes.bfloat16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("segment", SEGMENTS)
+@pytest.mark.parametrize("options", [{}, {"truncate": True}, {"wait_ms": 5, "ahead": False}])
+def test_it_is_the_protocols_request_and_answer(
+    kind: Any,
+    service: Speaking,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    segment: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    truncates = options.get("truncate") and "token_ids" in segment
+    with talking(kind, service, api_key="k") as talk:
+        found = []
+        for is_direct in (False, True):
+            talk.session = _again(talk)
+            with monkeypatch.context() as patch:
+                if is_direct:
+                    never(patch)
+                else:
+                    patch.setattr(f"engram_client.{_module(kind)}.step_ask", lambda *_: None)
+                source = residual(2, make)
+                result = talk.step(
+                    [Segment(talk.session, **segment)],
+                    (14,),
+                    residual=source,
+                    out=source if is_direct else None,
+                    **(options if truncates or "truncate" not in options else {}),
+                )
+            state = talk.session.state
+            session_id, epoch = str(state.session_id).encode(), state.epoch
+            length, epochs, *rest = told(result)
+            assert state.unsettled is None
+            assert not state.lock.locked()
+            head = service.heads[-1].replace(session_id, b"ID")
+            body = service.bodies[-1].replace(state.session_id.to_bytes(8, "little"), b"ID")
+            for known in (epoch, epoch - 1):
+                body = body.replace(known.to_bytes(8, "little"), b"EPOCH")
+            found.append((length, epochs == [epoch], rest, head, body, *held(service, talk)))
+        assert found[0] == found[1]
+        assert result.tensors[14] is source
+
+
+def _module(kind: Any) -> str:
+    return "client" if kind is Blocking else "aio"
+
+
+def _again(talk: Any) -> Any:
+    """A new session of the same ids."""
+    opened = talk.client.open_session()
+    session = opened if isinstance(talk, Blocking) else talk._runner.run(opened)
+    pushed = session.push([5, 6, 7, 8])
+    if not isinstance(talk, Blocking):
+        talk._runner.run(pushed)
+    return session
+
+
+def decode(talk: Any, token: int) -> Any:
+    return talk.step([Segment(talk.session, token_ids=[token])], (1,), residual=residual(1))
+
+
+def test_a_lost_answer_is_asked_for_again_and_pushes_once(kind: Any, service: Speaking) -> None:
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        for cut in (0, 10, -3):
+            left = [cut]
+
+            def send(peer: Peer, data: bytes, left: list[int] = left) -> None:
+                peer.send(data[: left[0]] if left else data)
+                if left:
+                    left.clear()
+                    raise ConnectionResetError
+
+            service.send = send
+            decode(talk, 30)
+            there, here = held(service, talk)
+            assert there == here
+        assert here == [5, 6, 7, 8, 20, 30, 30, 30]
+
+
+def test_a_step_given_up_is_settled_before_the_next(kind: Any, service: Speaking) -> None:
+    with talking(kind, service, reconnect_s=0, timeout_s=0.2) as talk:
+        decode(talk, 20)
+        service.send = lambda peer, data: peer.send(data[:-3])
+        with pytest.raises(EngramUnavailable):
+            decode(talk, 30)
+        assert talk.session.state.unsettled == 5
+        assert not talk.session.state.lock.locked()
+        service.send = lambda peer, data: peer.send(data)
+        decode(talk, 40)
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 40],) * 2
+
+
+def test_refusals_are_the_protocols(kind: Any, service: Speaking) -> None:
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        with pytest.raises(EngramProblem) as refused:
+            talk.step(
+                [Segment(talk.session, token_ids=[9], position=2)], (1,), residual=residual(1)
+            )
+        assert refused.value.code == "conflict"
+        assert talk.session.state.unsettled is None
+        service.fake.sessions.clear()
+        decode(talk, 30)
+        refusals = [Refusal(429, "overloaded", retry_after_ms=1)]
+        service.fake.refuse = lambda _: refusals.pop() if refusals else None
+        decode(talk, 40)
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 30, 40],) * 2
+
+
+def test_a_session_that_another_thread_pushes_to_is_waited_for(
+    service: Speaking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(Blocking, service) as talk:
+        state = talk.session.state
+        assert state.lock.acquire(blocking=False)
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            state.lock.release()
+
+        monkeypatch.setattr("time.sleep", pause)
+        decode(talk, 20)
+        assert len(pauses) == 1
+
+
+def test_an_answer_of_another_length_is_a_bad_one(kind: Any, service: Speaking) -> None:
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        six = (6).to_bytes(8, "little")
+        service.send = lambda peer, data: peer.send(data.replace(six, bytes(8)))
+        with pytest.raises(BadAnswer, match="expected length 6, got 0"):
+            decode(talk, 30)
+        assert talk.session.state.unsettled == 5
+        service.send = lambda peer, data: peer.send(data)
+        decode(talk, 30)
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 30],) * 2
+
+
+def test_an_answer_in_another_form_is_the_same(kind: Any, service: Speaking) -> None:
+    """Other headers, or another head of the file, are for the protocol to read."""
+    with talking(kind, service) as talk:
+        want = told(decode(talk, 20))[-1]
+        one, other = b'"dtype":"I64","shape":[1]', b'"shape":[1],"dtype":"I64"'
+        for old, new in ((b"date: ", b"x-of-a-proxy: yes\r\ndate: "), (one, other)):
+            service.send = lambda peer, data, o=old, n=new: peer.send(data.replace(o, n, 1))
+            talk.session = _again(talk)
+            assert told(decode(talk, 20))[-1] == want
+
+
+def test_a_session_opened_again_meanwhile_is_asked_again(kind: Any, service: Speaking) -> None:
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        state = talk.session.state
+
+        def reopened(peer: Peer, data: bytes) -> None:
+            """Refuse, while a reader of another thread gives the session a new epoch."""
+            fake = service.fake.sessions[state.session_id]
+            del fake.ids[5:]
+            fake.epoch += 1
+            state.epoch = fake.epoch
+            service.send = lambda peer, data: peer.send(data)
+            body = b'{"code": "stale_epoch", "epoch": 1}'
+            peer.send(answer(body, "content-type: application/problem+json", status="409 -"))
+
+        service.send = reopened
+        decode(talk, 30)
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 30],) * 2
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        {"token_ids": np.array([9])},
+        {"token_ids": [-1]},
+        {"token_ids": [9], "mask": [True]},
+        {"token_ids": [9], "position": 9},
+        {"position": 4},
+    ],
+)
+def test_other_steps_are_left_to_the_protocol(
+    service: Speaking, monkeypatch: pytest.MonkeyPatch, segment: dict[str, Any]
+) -> None:
+    with talking(Blocking, service) as talk:
+        decode(talk, 20)
+        never(monkeypatch)
+        with pytest.raises(AssertionError, match="the protocol was asked"):
+            talk.step([Segment(talk.session, **segment)], (1,), residual=residual(1))
+        assert not talk.session.state.lock.locked()
