@@ -865,8 +865,8 @@ FAULTS = (
     fault(
         "client-takes-any-answer-to-a-residual",
         "engram_client/direct.py",
-        "            if told != plan.answer:\n",
-        "            if told[2] is not None:\n",
+        "        if told == self._answer:\n",
+        "        if told[2] is None:\n",
         CLIENT_DIRECT,
     ),
     fault(
@@ -900,7 +900,7 @@ FAULTS = (
     fault(
         "client-step-of-another-body",
         "engram_client/direct_step.py",
-        "            and b\"\".join(request.sent_body).endswith(self.numbers)\n",
+        '            and b"".join(request.sent_body).endswith(self.numbers)\n',
         "",
         "tests/unit/test_client_direct_step.py",
     ),
