@@ -59,11 +59,11 @@ class AtOnce(NamedTuple):
     """A request answered at once: seconds in all and of its stages; bytes that body and answer had
     on the socket, 0 in shared memory; the operation's name.
 
-    sent_bytes: None = as many as the body had
+    receive_s: None = not known; sent_bytes: None = as many as the body had
     """
 
     seconds: float
-    receive_s: float
+    receive_s: float | None
     check_s: float
     gate_s: float
     send_s: float
@@ -159,6 +159,7 @@ class Desk:
                 stage.observe(seconds)
             if done.num_bytes:
                 metrics.body_bytes.observe(done.num_bytes)
+            if done.num_bytes and done.receive_s is not None:
                 receive.observe(done.receive_s)
 
     def _count(self, call: Call, name: str, code: str, seconds: float) -> None:

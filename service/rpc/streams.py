@@ -10,19 +10,22 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 from engram_client.proto import engram_pb2 as pb
+from engram_core.direct import OneRead
 from engram_core.engine_types import StepAnswer
 from engram_core.errors import Draining, EngramError
 from service import operations, problems
 from service.bodies import ClientGoneError
 from service.calls import Call
-from service.desk import GONE, Desk
+from service.desk import GONE, AtOnce, Desk
 from service.problems import Unauthenticated
+from service.recall import Place
 from service.rpc import calls, messages
 from service.rpc.calls import Context
-from service.rpc.plain import PlainSteps
+from service.rpc.plain import PlainSteps, plain_reply
 from service.rpc.steps import StepWork
 from service.state import ServiceState
 
@@ -36,6 +39,7 @@ class StreamDoor:
     def __init__(self, state: ServiceState, desk: Desk) -> None:
         self._state = state
         self._desk = desk
+        self._place = Place(state)
         self._streams: set[_Stream] = set()
 
     async def serve(self, context: Context) -> None:
@@ -47,7 +51,7 @@ class StreamDoor:
             code, refusal = self._desk.refusal(call, error)
             self._desk.record(call, code, problems.kind_of(refusal).status, headers)
             await calls.refuse(context, refusal)
-        stream = _Stream(self._state, self._desk, call, context)
+        stream = _Stream(self._state, self._desk, call, context, self._place)
         self._streams.add(stream)
         try:
             await stream.run()
@@ -76,11 +80,28 @@ class _Exchange:
         self.error: Exception | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Given:
+    """A step that was answered where it was read. reply: held until it is written; asked_bytes: of
+    its message; begun_s, done_s: by the clock; gate_s: seconds"""
+
+    reply: bytes
+    asked_bytes: int
+    begun_s: float
+    done_s: float
+    gate_s: float
+
+
 class _Stream:
-    def __init__(self, state: ServiceState, desk: Desk, call: Call, context: Context) -> None:
+    """place: where one body at a time is worked on"""
+
+    def __init__(
+        self, state: ServiceState, desk: Desk, call: Call, context: Context, place: Place
+    ) -> None:
         self._state, self._desk, self._head, self._context = state, desk, call, context
-        self._open: set[_Exchange] = set()
-        self._done: asyncio.Queue[_Exchange | None] = asyncio.Queue()
+        self._place = place
+        self._open: set[_Exchange | _Given] = set()
+        self._done: asyncio.Queue[_Exchange | _Given | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_PIPELINED)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -119,8 +140,11 @@ class _Stream:
             await calls.refuse(self._context, self._reason)
         finally:
             self._pace.close()
-            for exchange in list(self._open):
-                self._end(exchange, GONE, 0)
+            for answer in list(self._open):
+                if isinstance(answer, _Exchange):
+                    self._end(answer, GONE, 0)
+                else:
+                    self._free(answer)
 
     async def _read_all(self) -> None:
         while True:
@@ -128,13 +152,53 @@ class _Stream:
             raw = await calls.read(self._context)
             if raw is None:
                 break
-            self._begin(raw)
-            del raw  # else an idle stream keeps it, admitted no more
+            if (given := self._answer(raw)) is not None:
+                self._done.put_nowait(given)
+            else:
+                self._begin(raw)
+            del raw, given  # else an idle stream keeps it, admitted no more
             # A small read is computed in this turn of the loop: answer it, then ask for the next.
             await asyncio.sleep(0)
         for _ in range(MAX_PIPELINED - 1):
             await self._room.acquire()  # until all are answered
         self._done.put_nowait(None)
+
+    def _answer(self, raw: bytes) -> _Given | None:
+        """Answer a step that is spelled as one before and that the engine can answer here and now.
+
+        None: nothing was done.
+        """
+        begun_s = time.perf_counter()
+        step, model = self._plain.find(raw), self._plain.model
+        if step is None or model is None or not self._state.serves(model):
+            return None
+        num_bytes = len(step.residual)
+        place = self._place.of(model, num_bytes)
+        if place is None or not self._state.pool.has_room(len(raw) + num_bytes):
+            return None
+        place[:] = step.residual
+        try:
+            read = OneRead(
+                session_id=step.session_id,
+                position=step.position,
+                num_tokens=step.num_tokens,
+                epoch=step.epoch,
+                layer_index=model.checkpoint.geometry.layer_index(step.layer),
+                residual=self._place.address,
+                is_f32=step.dtype == "F32",
+            )
+            answer = model.engine.read_residual(self._head.tenant, read)
+            if answer is None:
+                return None
+            reply = plain_reply(step, answer.length, answer.epoch, answer.dead, place)
+            self._state.pool.take(self.tenant, len(reply), "the answer")
+        except Exception:  # the general way tells it
+            return None
+        self._state.enter()
+        done_s = time.perf_counter()
+        given = _Given(reply, len(raw), begun_s, done_s, answer.gate_s)
+        self._open.add(given)
+        return given
 
     def _begin(self, raw: bytes) -> None:
         """Apply a step; a refusal is an answer, too."""
@@ -183,18 +247,31 @@ class _Stream:
 
     async def _write_all(self) -> None:
         while (exchange := await self._done.get()) is not None:
+            if isinstance(exchange, _Given):
+                if not await self._write(exchange.reply):
+                    return
+                self._tell(exchange)
+                del exchange
+                self._room.release()
+                continue
             code, status, raw = self._reply(exchange)
             exchange.call.sent_bytes = len(raw)
             begun = time.perf_counter()
-            try:
-                await self._pace.write(self._context, raw)
-            except ClientGoneError:
-                self._task.cancel()
+            if not await self._write(raw):
                 return
             exchange.call.stages["send"] = time.perf_counter() - begun
             self._end(exchange, code, status)
             del exchange, raw
             self._room.release()
+
+    async def _write(self, raw: bytes) -> bool:
+        """Write an answer; False: the client is gone, and the stream ends."""
+        try:
+            await self._pace.write(self._context, raw)
+        except ClientGoneError:
+            self._task.cancel()
+            return False
+        return True
 
     def _reply(self, exchange: _Exchange) -> tuple[str, int, bytes]:
         """Return code, HTTP status and bytes of an answer."""
@@ -207,6 +284,20 @@ class _Stream:
             code, refusal = self._desk.refusal(exchange.call, error)
             reply = messages.refused_reply(exchange.request_id, refusal)
             return code, problems.kind_of(refusal).status, reply.SerializeToString()
+
+    def _free(self, given: _Given) -> None:
+        self._open.discard(given)
+        self._state.pool.give(self.tenant, len(given.reply))
+        self._state.leave()
+
+    def _tell(self, given: _Given) -> None:
+        """Count an answer that is written."""
+        self._free(given)
+        now_s = time.perf_counter()
+        check_s = given.done_s - given.begun_s - given.gate_s
+        seconds = now_s - given.begun_s, None, check_s, given.gate_s, now_s - given.done_s
+        sizes = given.asked_bytes, len(given.reply)
+        self._desk.tally(AtOnce(*seconds, *sizes, operations.STEP.name), self._loop)
 
     def _end(self, exchange: _Exchange, code: str, status: int) -> None:
         """Give back what a step held."""
