@@ -1,4 +1,4 @@
-"""What malloc may keep of freed memory: bounded here, for the whole process.
+"""What malloc may keep of freed memory, and what garbage collections look at, process-wide.
 
 glibc raises its mmap threshold, to 32 MiB, with every larger block that is freed: from then on such
 blocks come from the arena of the thread that asked, and stay in it. A service whose answers are
@@ -8,6 +8,7 @@ decoded in a pool of threads so holds every thread's largest blocks for good.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 
 MMAP_BYTES = 4 << 20
@@ -33,3 +34,13 @@ def bound_heap() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES))
+
+
+def settle() -> None:
+    """Take what there is now, once everything is loaded, out of garbage collections for good.
+
+    A full collection of the 218,000 objects of modules, schemas and tables holds up every answer
+    for 100 ms, and nothing of it is ever garbage.
+    """
+    gc.collect()
+    gc.freeze()

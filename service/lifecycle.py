@@ -28,7 +28,7 @@ from engram_core.errors import EngramError, Internal, SelfCheckFailed
 from service.app import create_app
 from service.desk import Desk
 from service.fast_path import FastPath
-from service.heap import bound_heap
+from service.heap import bound_heap, settle
 from service.listeners import Listener, bind
 from service.loading import ProgressReport, load_model
 from service.notify import READY, STOPPING, notify
@@ -80,7 +80,7 @@ def serve(
     listeners = bind(settings)
     server = Server(config, app, listeners, say)
     try:
-        server.load(lambda report: load_model(path, settings, report), bars)
+        server.load(lambda report: _load(path, settings, report), bars)
         server.run()
     finally:
         for listener in listeners:
@@ -291,6 +291,13 @@ class Server(uvicorn.Server):
         closer.start()
         closer.join(CLOSE_S)
         return not closer.is_alive()
+
+
+def _load(path: Path, settings: Settings, report: ProgressReport) -> Model:
+    """Load a model, as `load_model`, and settle: nothing large is made after it."""
+    model = load_model(path, settings, report)
+    settle()
+    return model
 
 
 def _config(app: object, settings: Settings) -> uvicorn.Config:
