@@ -112,7 +112,7 @@ class DirectReads:
         is_done = False
         # Held until the slots are read: nobody gives them to another key, nor finds what is being
         # made here.
-        with store.lock:
+        with store.urgently():
             begun_s = time.perf_counter()
             try:
                 slots = store.use_filled(keys)

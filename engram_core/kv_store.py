@@ -8,8 +8,10 @@ memory of the slots is the backend's.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -20,6 +22,12 @@ from engram_core.pages import Ints
 
 Fill = Callable[[list[int], list[int]], bool]
 """Called with slots and the tokens they are for; False: nothing was done."""
+
+_AT_ONCE = 256
+"""Keys that `acquire` looks up or makes before it lets others have the lock: some 100 us."""
+
+_PAUSE_S = 50e-6
+"""How long it sleeps then; without, it would have the lock again before anybody wakes."""
 
 _REFILL = 16
 """1/16 of the store or more is queued for eviction at a time: a pass over all stamps (1.5 ms for
@@ -73,6 +81,8 @@ class KvStore:
         self._queue = np.empty(0, dtype=np.int64)
         self._queued_at = np.empty(0, dtype=np.int64)
         self.lock = threading.Lock()
+        self._num_urgent = 0  # of one thread, the asking one
+        self._num_others = 0  # times that it has made entries
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -84,9 +94,20 @@ class KvStore:
 
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
-        keys = keys_of(layer_index, tenants, windows)
-        with self.lock:
-            return self._acquire(keys)
+        return self._acquire(keys_of(layer_index, tenants, windows))
+
+    @contextmanager
+    def urgently(self) -> Iterator[None]:
+        """Hold `lock` before a thread that is acquiring many entries goes on."""
+        self._num_urgent += 1
+        try:
+            self.lock.acquire()
+        finally:
+            self._num_urgent -= 1
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def find(self, layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> Lease | None:
         """Pin the entries of all tokens if each is there and filled; None, and no change, if not.
@@ -94,7 +115,7 @@ class KvStore:
         tenants: int64 [T]; windows: int32 [T, max_ngram_size]
         """
         keys = keys_of(layer_index, tenants, windows)
-        with self.lock:
+        with self.urgently():
             try:
                 slots = np.array([self._slot_of[key] for key in keys], dtype=np.int64)
             except KeyError:
@@ -114,7 +135,7 @@ class KvStore:
         tenants: int64 [T]; windows: int32 [T, max_ngram_size]
         """
         keys = keys_of(layer_index, tenants, windows)
-        with self.lock:
+        with self.urgently():
             found = self.use_or_fill(keys, fill)
             if found is None:
                 return None
@@ -175,6 +196,7 @@ class KvStore:
         if not fill(fresh, tokens):
             self._free += fresh
             return None
+        self._num_others += 1
         for slot, token in zip(fresh, tokens, strict=True):
             slot_of[keys[token]] = slot
             self._key_of[slot] = keys[token]
@@ -187,38 +209,80 @@ class KvStore:
         return [slot_of[key] for key in keys]
 
     def _acquire(self, keys: list[bytes]) -> Lease:
-        found = map(self._slot_of.get, keys, repeat(-1))
-        slots = np.fromiter(found, dtype=np.int64, count=len(keys))
-        missing = np.flatnonzero(slots < 0)
-        self._now += 1
-        # Hits are pinned before anything is evicted for the others.
-        hits = np.unique(slots[slots >= 0])
-        self._pin(hits)
-        compute = missing
-        if len(missing):
-            absent = list(map(keys.__getitem__, missing.tolist()))
-            # Token of each absent window; from the back, so that the first one is what stays.
-            token_of = dict(zip(reversed(absent), missing[::-1].tolist(), strict=True))
-            compute = np.sort(np.fromiter(token_of.values(), np.int64, len(token_of)))
-            self._insert(list(map(keys.__getitem__, compute.tolist())), hits)
-            made = map(self._slot_of.__getitem__, absent)
-            slots[missing] = np.fromiter(made, np.int64, len(absent))
-        self.counters.hits += len(keys) - len(missing)
-        self.counters.misses += len(compute)
-        self.counters.duplicates += len(missing) - len(compute)
+        """Some keys at a time, so that nobody else waits long."""
+        slots = np.empty(len(keys), dtype=np.int64)
+        pinned: set[int] = set()
+        made: list[int] = []
+        num_others = self._num_others
+        try:
+            # Hits are pinned before anything is evicted for the others.
+            for start, some in self._in_turns(keys):
+                with self.lock:
+                    if not start:
+                        self._now += 1
+                    found = list(map(self._slot_of.get, some, repeat(-1)))
+                    self._pin_hits(found, pinned)
+                slots[start : start + len(some)] = found
+            missing = np.flatnonzero(slots < 0)
+            compute = missing
+            if len(missing):
+                absent = list(map(keys.__getitem__, missing.tolist()))
+                # Token of each absent window; from the back, so that the first one is what stays.
+                token_of = dict(zip(reversed(absent), missing[::-1].tolist(), strict=True))
+                found_since: dict[bytes, int] = {}
+                for _, some in self._in_turns(list(token_of)):
+                    with self.lock:
+                        if self._num_others != num_others:
+                            some = self._found_since(some, found_since, pinned)
+                        self._insert(some, made)
+                for key in found_since:
+                    del token_of[key]
+                slot_of = dict(zip(token_of, made, strict=True)) | found_since
+                compute = np.sort(np.fromiter(token_of.values(), np.int64, len(token_of)))
+                there = map(slot_of.__getitem__, absent)
+                slots[missing] = np.fromiter(there, np.int64, len(absent))
+        except MemoryError:
+            with self.lock:
+                self._pins[[*pinned, *made]] -= 1
+                self._forget(np.array(made, dtype=np.int64))
+            raise
+        with self.lock:
+            self.counters.hits += len(keys) - len(missing)
+            self.counters.misses += len(compute)
+            self.counters.duplicates += len(missing) - len(compute)
         return Lease(slots, compute)
 
-    def _insert(self, keys: list[bytes], hits: Ints) -> None:
-        """Make and pin entries for distinct keys; unpins the hits of the batch if that fails."""
-        try:
-            fresh = self._take(len(keys))
-        except MemoryError:
-            self._pins[hits] -= 1
-            raise
+    def _in_turns(self, keys: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+        """Cut keys into parts, each with its start; urgent work goes between two."""
+        for start in range(0, len(keys), _AT_ONCE):
+            while start and self._num_urgent:
+                time.sleep(_PAUSE_S)
+            yield start, keys[start : start + _AT_ONCE]
+
+    def _found_since(
+        self, keys: list[bytes], found: dict[bytes, int], pinned: set[int]
+    ) -> list[bytes]:
+        """Find what another thread has made since it was looked for; returns what is missing."""
+        now = {key: self._slot_of[key] for key in keys if key in self._slot_of}
+        found |= now
+        self._pin_hits(now.values(), pinned)
+        return [key for key in keys if key not in now]
+
+    def _insert(self, keys: list[bytes], made: list[int]) -> None:
+        """Make and pin entries for distinct keys; their slots are added to `made`."""
+        fresh = self._take(len(keys))
+        made += fresh
         self._slot_of.update(zip(keys, fresh, strict=True))
         # Through an object array: a list of bytes would become an S array and lose its zeros.
         self._key_of[fresh] = np.fromiter(keys, dtype=object, count=len(keys))
         self._pin(np.array(fresh, dtype=np.int64))
+
+    def _pin_hits(self, slots: Iterable[int], pinned: set[int]) -> None:
+        """Pin the slots that a lease has not pinned yet; -1 is none."""
+        new = list(set(slots).difference(pinned, (-1,)))
+        if new:
+            pinned.update(new)
+            self._pin(np.array(new, dtype=np.int64))
 
     def fill(self, lease: Lease) -> None:
         """Let `find` find what was computed for a lease."""

@@ -1064,6 +1064,20 @@ FAULTS = (
         "tests/unit/test_kv_store.py::test_what_a_lane_is_about_to_compute_is_left_to_it",
     ),
     fault(
+        "made-meanwhile-and-made-again",
+        "engram_core/kv_store.py",
+        "                        if self._num_others != num_others:\n",
+        "                        if self._num_others < num_others:\n",
+        "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
+    ),
+    fault(
+        "pinned-twice-by-one-lease",
+        "engram_core/kv_store.py",
+        "        new = list(set(slots).difference(pinned, (-1,)))\n",
+        "        new = list(set(slots).difference((-1,)))\n",
+        "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
+    ),
+    fault(
         "hits-evicted-for-what-is-missing-beside-them",
         "engram_core/kv_store.py",
         "        self._pins[hits] += 1  # so that they are not evicted for the others\n",

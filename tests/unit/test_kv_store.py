@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engram_core import kv_store
 from engram_core.kv_store import KvStore, Lease
 
 
@@ -239,3 +240,51 @@ def test_a_hit_is_not_evicted_for_what_is_missing_beside_it() -> None:
     store.fill(use(store, 1, 2, 3))
     assert fill_now(store, 1, 7, 8, 9) == (None, [])
     assert not acquire(store, 1).compute.size
+
+
+def test_urgent_work_goes_between_the_parts_of_a_large_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it makes meanwhile is found, before it was looked for or since."""
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    store = KvStore(30)
+    store.fill(use(store, 7))
+    found: list[Lease] = []
+
+    def sleep(seconds: float) -> None:
+        store._num_urgent = 0
+        lease, asked = fill_now(store, 2, 10, 90, 7)
+        assert asked == [[0, 1, 2]]
+        assert lease is not None
+        found.append(lease)
+
+    monkeypatch.setattr(kv_store.time, "sleep", sleep)
+    store._num_urgent = 1
+    lease = acquire(store, *range(20), 2, 19)
+    assert lease.compute.tolist() == [i for i in range(20) if i not in (2, 7, 10)]
+    assert lease.slots[[2, 10, 7]].tolist() == found[0].slots[[0, 1, 3]].tolist()
+    assert lease.slots[20] == lease.slots[2]
+    assert lease.slots[21] == lease.slots[19]
+    assert len(set(lease.slots.tolist())) == 20
+    store.fill(lease)
+    again = acquire(store, *range(20))
+    assert not again.compute.size
+    assert again.slots.tolist() == lease.slots[:20].tolist()
+    for each in (*found, lease, again):
+        store.release(each)
+    assert not store._pins.any()
+
+
+def test_a_large_batch_that_does_not_fit_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    store = KvStore(16)
+    held = acquire(store, *range(100, 108))
+    store.fill(held)
+    with pytest.raises(MemoryError):
+        acquire(store, 100, *range(9))
+    store.release(held)
+    assert not store._pins.any()
+    assert len(store) == 8
+    assert not acquire(store, *range(100, 108)).compute.size
