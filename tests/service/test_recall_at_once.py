@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
 from service.app import create_app
 from service.desk import MAX_TALLIED
+from service.fast_path import FastPath
 from service.loading import load_model
 from service.recall import Recall
 from service.settings import Settings
@@ -30,7 +32,13 @@ from tests.service.door import InProcess, tensor_body
 from tests.service.shared_line import Line as SharedLine
 from tests.service.talk import Talk, Wire, read_answer, talk_to
 
-NUM_TOKENS = 8
+PIECES = [
+    *(b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b":", b",", b"\x00", b"\xff"),
+    *(b"0", b"1", b"+", b"-", b"?", b"&", b"#", b"%31", b"HTTP/1.0", b"\r\n folded"),
+    *(b"\r\nContent-Length: 2", b"\r\nTransfer-Encoding: chunked", b"\r\nHost: evil"),
+    *(b"\r\nConnection: close", b"\r\nExpect: 100-continue", b"\r\nX-Engram-Table: x"),
+]
+"""What ends lines, names and values, and headers that change what a request is."""
 LIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -252,6 +260,56 @@ def test_behind_a_request_that_waits_it_is_answered_second(
     assert seen.at_once == 0
     assert b"x-engram-shape: 1,3,64" in first
     assert b"x-engram-shape: 2,2,64" in second
+
+
+def changed(request: bytes, random: Random) -> bytes:
+    """A request with a few bytes of its head changed, as a broken or a hostile client sends it."""
+    end = request.index(b"\r\n\r\n") + 4
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(end)
+        piece = random.choice(PIECES)
+        match random.randrange(5):
+            case 0:  # in place of what was there
+                request = request[:at] + piece + request[at + len(piece) :]
+            case 1:
+                request = request[:at] + piece + request[at:]
+            case 2:
+                request = request[:at] + request[at + random.randint(1, 9) :]
+            case 3:  # at the end of a line
+                at = request.rfind(b"\r\n", 0, max(at, request.index(b"\r\n") + 2))
+                request = request[:at] + piece + request[at:]
+            case _:  # a line twice, or its case turned
+                lines = request.split(b"\r\n")
+                place = random.randrange(1, 7)
+                lines[place] = lines[place].swapcase() if random.random() < 0.5 else lines[place]
+                lines.insert(random.randrange(1, 7), lines[place])
+                request = b"\r\n".join(lines)
+    return request + random.choice([b"", b"", b"x", LIVE, request])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_bytes_come_they_are_answered_as_if_nothing_were_remembered(
+    tell: Callable[..., bytes], session_id: str, seed: int
+) -> None:
+    random = Random(seed)
+    known = read(session_id)
+
+    def ask(packet: bytes) -> bytes:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+            writer.write(known)
+            await read_answer(reader)
+            writer.write(packet)
+            writer.write_eof()
+            return await reader.read()
+
+        return tell(talk)
+
+    for _ in range(40):
+        packet = changed(known, random)
+        with pytest.MonkeyPatch.context() as patch:
+            answer = ask(packet)
+            patch.setattr(FastPath, "recall", lambda *_: False)
+            assert plain(answer) == plain(ask(packet)), packet
 
 
 def test_headers_that_the_parser_saw_otherwise_are_not_remembered(
