@@ -1165,16 +1165,16 @@ FAULTS = (
     fault(
         "loop-waits-for-the-chunks-of-a-prefill",
         "engram_core/backends/cuda_near.py",
-        "            and self._lane.under_way() <= _WAITED_TOKENS\n",
-        "",
-        "tests/unit/test_cuda_calls.py::test_nothing_is_begun_beside_the_chunks_of_a_prefill",
+        "                self._lane.under_way() <= _WAITED_TOKENS\n",
+        "                self._lane.under_way() >= 0\n",
+        "tests/unit/test_cuda_calls.py::test_little_is_begun_beside_the_chunks_of_a_prefill",
     ),
     fault(
         "slot-written-from-two-streams",
         "engram_core/backends/cuda_near.py",
         "            and self._lane.of(np.array(slots, dtype=np.int64)) is None\n",
         "",
-        "tests/unit/test_cuda_calls.py::test_nothing_is_begun_beside_the_chunks_of_a_prefill",
+        "tests/unit/test_cuda_calls.py::test_little_is_begun_beside_the_chunks_of_a_prefill",
     ),
     fault(
         "plain-step-with-a-mask",

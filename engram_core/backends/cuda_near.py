@@ -3,7 +3,7 @@
 Streams, events, parameters and workspaces of its own, so that it waits for no lane: 25 us for a
 token whose kv is there, some 60 more where it is missing, 600 for 512 tokens, while the general
 way's arrays and hand-overs take 1,100 on such a host (docs/notes/gpu_host.md). What would have to
-wait, for chunks of a prefill or for large pageable memory, is not taken.
+wait long, for chunks of a prefill or for large pageable memory, is not taken.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ GRAPH_TOKENS = 16
 
 _WAITED_TOKENS = 2 * INLINE_TOKENS
 """Of a lane's projections under way: what these take is waited for, longer ones are not."""
+
+_BESIDE_TOKENS = 8
+"""Of weights as stored, beside the chunks of a prefill: 0.2 ms, at p95 0.5, on the few
+multiprocessors that those leave free (16 tokens 0.6), where a lane would wait for two chunks."""
 
 _WINDOW = 4
 """Longest window that a launch holds."""
@@ -95,11 +99,16 @@ class NearProjector:
         else:
             self._launch(layer_index, count, windows=windows, slots=slots)
 
-    def may_begin(self, slots: Sequence[int]) -> bool:
-        """Whether slots can be written now, and no more than little work is under way."""
+    def may_begin(self, layer_index: int, slots: Sequence[int]) -> bool:
+        """Whether slots can be written now, and the kernels come to their turn soon: little else
+        is under way, or so few tokens are multiplied that the spare multiprocessors will do."""
+        count = len(slots)
         return (
             self.is_able
-            and self._lane.under_way() <= _WAITED_TOKENS
+            and (
+                self._lane.under_way() <= _WAITED_TOKENS
+                or (count <= _BESIDE_TOKENS and self._kernel_of(layer_index, count) in STORED_FORMS)
+            )
             and self._lane.of(np.array(slots, dtype=np.int64)) is None
         )
 
@@ -138,8 +147,7 @@ class NearProjector:
     ) -> None:
         """Rows, then their product into slots: of a descriptor, or of the host's arrays."""
         engram = self._engram
-        layer, kernel = engram.layer(layer_index), engram.kernel_of(layer_index, count)
-        kernel = CHAIN if kernel == CUBLASLT else kernel
+        layer, kernel = engram.layer(layer_index), self._kernel_of(layer_index, count)
         engram.gather(
             layer_index,
             count,
@@ -155,6 +163,11 @@ class NearProjector:
         params = engram.project_params(count, self._stream, slots=to, rows=self._rows.address)
         params.slots_on_device = bool(descriptor)
         engram.project_with(kernel, layer_index, params)
+
+    def _kernel_of(self, layer_index: int, count: int) -> str:
+        """cublasLt's workspace is the lane's."""
+        kernel = self._engram.kernel_of(layer_index, count)
+        return CHAIN if kernel == CUBLASLT else kernel
 
 
 class CudaNear:
@@ -185,7 +198,7 @@ class CudaNear:
         """Compute kv of windows (see `NearBatches.project`). Raises Internal."""
         self.select()
         count = len(slots)
-        if not 0 < count <= INLINE_TOKENS or not self.projector.may_begin(slots):
+        if not 0 < count <= INLINE_TOKENS or not self.projector.may_begin(layer_index, slots):
             return False
         places, windows = np.array(slots, dtype=np.int64), np.ascontiguousarray(windows, np.int32)
         self.projector.begin(layer_index, address_of(places), address_of(windows), count)
@@ -271,7 +284,7 @@ class CudaNearRead(NearKeys):
         """Begin kv of some of the positions (see `NearRead.project`)."""
         near, count = self._near, len(slots)
         near.select()
-        if count > INLINE_TOKENS or not near.projector.may_begin(slots):
+        if count > INLINE_TOKENS or not near.projector.may_begin(self._layer_index, slots):
             return False
         size = self._window_bytes
         for place, token in enumerate(tokens):

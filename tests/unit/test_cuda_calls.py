@@ -245,7 +245,9 @@ def test_what_is_missing_is_projected_and_gated_without_a_lane(near: Bench) -> N
     assert library.launches() == []
 
 
-def test_nothing_is_begun_beside_the_chunks_of_a_prefill(near: Bench) -> None:
+def test_little_is_begun_beside_the_chunks_of_a_prefill(
+    near: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library here never says that a projection has ended."""
     backend = near.backend
     batches, (read, _) = backend.near_batches, backend.near_reads
@@ -262,6 +264,11 @@ def test_nothing_is_begun_beside_the_chunks_of_a_prefill(near: Bench) -> None:
     assert not batches.project(0, [400], random_windows(1, seed=1))
     assert not read.project([400], [0])
     assert near.library.launches() == []
+    # A few tokens over stored weights need no more than what the chunks leave free.
+    monkeypatch.setattr(backend.engram, "kernel_of", lambda layer, count: "stored")
+    assert batches.project(0, [400] * 8, random_windows(8, seed=1))
+    assert not batches.project(0, [400] * 9, random_windows(9, seed=1))
+    assert not batches.project(0, [100], random_windows(1, seed=1))  # a lane writes there
 
 
 def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
