@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from engram_core import kv_store
 from engram_core.kv_store import KvStore, Lease
 
 NUM_SLOTS = 12
@@ -130,3 +134,80 @@ def test_lent_slots_are_found_by_nobody() -> None:
         slots.store.release(lease)
     slots.store.give_back(np.array(lent))
     slots.store.release(slots.run(0, [0] * 12, [[i] * 4 for i in range(12)]))
+
+
+class TwoThreads:
+    """A lane that acquires large batches, and a thread that makes small ones itself meanwhile.
+
+    ids: what the kv in each slot was computed of
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.store = KvStore(num_slots)
+        self.ids = np.full(num_slots, -1)
+        self.num_made = 0
+        self._is_over = False
+
+    def lane(self, rounds: int) -> None:
+        rng = np.random.default_rng(1)
+        for _ in range(rounds):
+            ids = rng.integers(0, 500, rng.integers(1, self.store.num_slots - 40))
+            lease = self.store.acquire(0, np.zeros(len(ids), np.int64), self.windows(ids))
+            self.ids[lease.slots[lease.compute]] = ids[lease.compute]
+            self.store.fill(lease)
+            assert (self.ids[lease.slots] == ids).all()
+            self.store.release(lease)
+
+    def near(self) -> None:
+        rng = np.random.default_rng(2)
+        while not self._is_over:
+            ids = rng.integers(0, 500, rng.integers(1, 32))
+
+            def fill(slots: list[int], tokens: list[int], ids: NDArray[np.int64] = ids) -> bool:
+                if rng.random() < 0.2:
+                    return False
+                self.ids[slots] = ids[tokens]
+                self.num_made += len(slots)
+                return True
+
+            tenants, windows = np.zeros(len(ids), np.int64), self.windows(ids)
+            if rng.random() < 0.5:
+                lease = self.store.lease_now(0, tenants, windows, fill)
+                if lease is not None:
+                    assert (self.ids[lease.slots] == ids).all()
+                    self.store.release(lease)
+                continue
+            with self.store.urgently():
+                slots = self.store.use_or_fill(kv_store.keys_of(0, tenants, windows), fill)
+                assert slots is None or (self.ids[slots] == ids).all()
+
+    def run(self, rounds: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(self.near)
+            try:
+                self.lane(rounds)
+            finally:
+                self._is_over = True
+            beside.result()
+
+    @staticmethod
+    def windows(ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        windows = np.zeros((len(ids), 4), np.int32)
+        windows[:, 0] = ids
+        return windows
+
+
+def test_two_threads_make_entries_and_each_finds_what_the_other_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 16)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = TwoThreads(300)
+        threads.run(400)
+    finally:
+        sys.setswitchinterval(interval)
+    assert threads.num_made > 50
+    assert not threads.store._pins.any()
+    assert len(threads.store) + len(threads.store._free) == 300
