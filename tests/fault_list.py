@@ -369,8 +369,8 @@ FAULTS = (
     fault(
         "direct-read-does-not-renew",
         SESSIONS,
-        "        self._registry.touch(row)\n        return self._spot(",
-        "        return self._spot(",
+        "        if renews:\n            self._registry.touch(row)\n",
+        "",
         f"{DIRECT}::test_it_renews_the_session",
     ),
     fault(
@@ -826,6 +826,20 @@ FAULTS = (
         ", ",
         "tests/service/test_rpc.py::test_stored_size_of_an_answer_is_admitted",
     ),
+    fault(
+        "stream-begins-a-write-beside-another",
+        "service/rpc/streams.py",
+        " and self._idle.is_set() and",
+        " and",
+        "tests/service/test_rpc_plain.py",
+    ),
+    fault(
+        "stream-keeps-the-bytes-of-what-it-answered-at-once",
+        "service/rpc/streams.py",
+        "        self._state.pool.give(self.tenant, len(given.reply))\n",
+        "",
+        "tests/service/test_rpc_plain.py",
+    ),
     # ------------------------------------------------------------------ the client
     fault(
         "client-forgets-the-epoch",
@@ -924,6 +938,13 @@ FAULTS = (
         "csrc/formats/arranged.h",
         "(code & 0x70u) << 8",
         "(code & 0x70u) << 7",
+        ARRANGED,
+    ),
+    fault(
+        "csrc-arranged-q2-k-word-not-turned",
+        "csrc/formats/arranged.h",
+        "chunk < 2 ? word : word >> 4 | word << 28",
+        "word",
         ARRANGED,
     ),
     fault(
@@ -1123,7 +1144,7 @@ FAULTS = (
     fault(
         "direct-append-past-the-room-for-ids",
         "engram_core/sessions.py",
-        "        if self.held_tokens + len(ids) > self._limits.max_held_tokens:\n",
+        "        if not self.has_room(len(ids)):\n",
         "        if self.held_tokens < 0:\n",
         "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
     ),

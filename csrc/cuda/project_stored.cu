@@ -252,6 +252,8 @@ engram_status engram_project_stored(const engram_project_stored_params* params) 
   fill_slot_list(args.list, project.slots, nullptr, project.num_tokens,
                  project.slots_on_device != 0);
   const cudaStream_t stream = static_cast<cudaStream_t>(project.stream);
+  if (params->form == ENGRAM_STORED_WGMMA && decode_takes(args))
+    return launch_decode(params->format, args, stream);
   if (params->form == ENGRAM_STORED_WGMMA) return launch_wgmma(params->format, args, stream);
   return launch_mma(params->format, args, stream);
 }

@@ -155,14 +155,36 @@ struct ArrangedQ2K {
             pack_bf16x2(fused_sub(scale, 2.0f, min), fused_sub(scale, 3.0f, min))};
   }
 
-  // Chunk c of a word (step c / 2, outputs of half c % 2): its codes are bits 2c and 2c + 1 of
-  // every byte. Bytes 0 and 1 make the register of k < 8, bytes 2 and 3 that of k >= 8.
+  // Chunk c of a word is step c / 2 of its unit, outputs of half c % 2; its four codes are the two
+  // of the register of k < 8 and the two of that of k >= 8. Even chunks have them in bits 0-1, 14-15,
+  // 16-17 and 30-31, odd ones in bits 8-9, 6-7, 24-25 and 22-23; chunks 2 and 3 after a rotation by
+  // four. So one mask cuts a chunk out, and one dot product of bytes makes a selector.
+  ENGRAM_HD static int bit_of(int chunk, int half, int element) {
+    const int at = chunk % 2 == 0 ? element * 14 : 8 - element * 2;
+    return (at + half * 16 + chunk / 2 * 4) % 32;
+  }
+
+  // Byte c * 0x22 + 0x10 of a selector names bytes 2c and 2c + 1 of the eight that hold the values.
+  ENGRAM_HD static uint32_t selectors(uint32_t codes, uint32_t weights) {
+#ifdef __CUDA_ARCH__
+    uint32_t sum;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(codes), "r"(weights), "r"(0x1010u));
+    return sum;
+#else
+    uint32_t sum = 0x1010u;
+    for (int i = 0; i < 32; i += 8) sum += ((codes >> i) & 0xFFu) * ((weights >> i) & 0xFFu);
+    return sum;
+#endif
+  }
+
   ENGRAM_HD static void select(uint32_t word, int chunk, const Values& y, uint32_t& first,
                                uint32_t& second) {
-    // byte c * 0x22 + 0x10 of a selector names bytes 2c and 2c + 1 of the eight that hold them
-    const uint32_t selectors = ((word >> (2 * chunk)) & 0x03030303u) * 0x22u + 0x10101010u;
-    first = byte_permute(y.low, y.high, selectors);
-    second = byte_permute(y.low, y.high, selectors >> 16);
+    const bool is_odd = chunk % 2 == 1;
+    const uint32_t turned = chunk < 2 ? word : word >> 4 | word << 28;
+    const uint32_t codes = turned & (is_odd ? 0x03C003C0u : 0xC003C003u);
+    const uint32_t weights = is_odd ? 0x2288u : 0x8822u;
+    first = byte_permute(y.low, y.high, selectors(codes, weights));
+    second = byte_permute(y.low, y.high, selectors(codes, weights << 16));
   }
 
   // The A registers of step 0 or 1 of a word; top and bottom: values of outputs l / 4, l / 4 + 8.
@@ -174,19 +196,20 @@ struct ArrangedQ2K {
 
   // A lane's share of one stage. rows: the tile's first quant block of the stage.
   ENGRAM_HD static void arrange(const uint8_t* rows, int64_t stride, int lane, uint8_t* to) {
-    for (int word = 0; word < 8; ++word)
-      for (int byte = 0; byte < 4; ++byte) {
-        uint32_t bits = 0;
-        for (int chunk = 0; chunk < 4; ++chunk) {
-          const int v = byte / 2 * 4 + chunk % 2 * 2 + byte % 2;
-          const FragmentPlace place = fragment_place(lane, v);
-          const int k = word * 32 + chunk / 2 * 16 + place.k;
-          const uint8_t* block = rows + place.output * stride;
-          const uint32_t code = (block[16 + k / 128 * 32 + k % 32] >> (2 * (k % 128 / 32))) & 3u;
-          bits |= code << (2 * chunk);
-        }
-        to[word / 4 * 512 + lane * 16 + word % 4 * 4 + byte] = static_cast<uint8_t>(bits);
+    for (int word = 0; word < 8; ++word) {
+      uint32_t bits = 0;
+      for (int code = 0; code < 16; ++code) {
+        const int chunk = code / 4, half = code / 2 % 2, element = code % 2;
+        const FragmentPlace place = fragment_place(lane, half * 4 + chunk % 2 * 2 + element);
+        const int k = word * 32 + chunk / 2 * 16 + place.k;
+        const uint8_t* block = rows + place.output * stride;
+        const uint32_t value = (block[16 + k / 128 * 32 + k % 32] >> (2 * (k % 128 / 32))) & 3u;
+        bits |= value << bit_of(chunk, half, element);
       }
+      for (int byte = 0; byte < 4; ++byte)
+        to[word / 4 * 512 + lane * 16 + word % 4 * 4 + byte] =
+            static_cast<uint8_t>(bits >> (8 * byte));
+    }
     const uint8_t* top = rows + lane / 4 * stride;
     const uint8_t* bottom = top + 8 * stride;
     for (int i = 0; i < 4; ++i) {
