@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -144,6 +144,47 @@ class Pace:
             self._late(_too_slow())
         else:
             self._set(self._end_s)
+
+
+class Begun:
+    """A coroutine that is begun in this turn of the loop and goes on by itself; a task would begin
+    it in the next one, behind whatever else is ready (docs/notes/grpc.md).
+
+    done: told how it ended, None: well
+    """
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        done: Callable[[Exception | asyncio.CancelledError | None], None],
+    ) -> None:
+        self._coroutine, self._done = coroutine, done
+        self._awaited: asyncio.Future[Any] | None = None
+        self._go_on()
+
+    def cancel(self) -> None:
+        """Cancel what it waits for."""
+        if self._awaited is not None:
+            self._awaited.cancel()
+
+    def _go_on(self, _: object = None) -> None:
+        try:
+            self._awaited = self._coroutine.send(None)
+        except StopIteration:
+            self._end(None)
+        except (Exception, asyncio.CancelledError) as error:
+            self._end(error)
+        else:
+            if self._awaited is None:  # it lets others go first
+                asyncio.get_running_loop().call_soon(self._go_on)
+                return
+            # As a task does: it is awaited by whoever called `send`.
+            self._awaited._asyncio_future_blocking = False
+            self._awaited.add_done_callback(self._go_on)
+
+    def _end(self, error: Exception | asyncio.CancelledError | None) -> None:
+        self._awaited = None
+        self._done(error)
 
 
 def _too_slow() -> RequestTimeout:

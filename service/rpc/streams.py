@@ -108,6 +108,9 @@ class _Stream:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
+        self._begun: calls.Begun | None = None
+        self._idle = asyncio.Event()  # nothing is being written
+        self._idle.set()
         self._reason: EngramError | None = None
         self._pace = calls.Pace(self.end)
         self._plain = PlainSteps()
@@ -133,8 +136,11 @@ class _Stream:
             await writer
         except asyncio.CancelledError:
             writer.cancel()
+            if self._begun is not None:
+                self._begun.cancel()
             if self._reason is None:
                 raise
+            await self._idle.wait()
             await asyncio.wait({writer})  # the end of a stream is a write, and one goes at a time
             # gRPC cannot cut a stream: it holds its bytes until the client takes them or is gone.
             await calls.refuse(self._context, self._reason)
@@ -152,7 +158,12 @@ class _Stream:
             raw = await calls.read(self._context)
             if raw is None:
                 break
-            if (given := self._answer(raw)) is not None:
+            given = self._answer(raw)
+            if given is not None and self._idle.is_set() and self._done.empty():
+                self._start(given)
+                del raw, given
+                continue
+            if given is not None:
                 self._done.put_nowait(given)
             else:
                 self._begin(raw)
@@ -247,6 +258,8 @@ class _Stream:
 
     async def _write_all(self) -> None:
         while (exchange := await self._done.get()) is not None:
+            await self._idle.wait()
+            self._idle.clear()
             if isinstance(exchange, _Given):
                 if not await self._write(exchange.reply):
                     return
@@ -271,7 +284,26 @@ class _Stream:
         except ClientGoneError:
             self._task.cancel()
             return False
+        finally:
+            self._idle.set()
         return True
+
+    def _start(self, given: _Given) -> None:
+        """Begin to write an answer, with nothing before it; the stream is read on meanwhile."""
+        self._idle.clear()
+        write = self._pace.write(self._context, given.reply)
+        self._begun = calls.Begun(write, partial(self._written, given))
+
+    def _written(self, given: _Given, error: BaseException | None) -> None:
+        self._begun = None
+        self._idle.set()
+        if given not in self._open:
+            return  # the stream has ended meanwhile, and freed it
+        if error is None:
+            self._tell(given)
+            self._room.release()
+        elif not isinstance(error, asyncio.CancelledError):
+            self._task.cancel()
 
     def _reply(self, exchange: _Exchange) -> tuple[str, int, bytes]:
         """Return code, HTTP status and bytes of an answer."""

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpc import aio
 
 from engram_client.proto import engram_pb2 as pb
 from engram_core.backends import cpu
 from service.app import create_app
 from service.loading import load_model
-from service.rpc import messages
+from service.rpc import calls, messages
 from service.rpc.plain import PlainSteps, plain_of
+from service.rpc.server import NAME
+from service.rpc.streams import MAX_PIPELINED
 from service.settings import Settings
 from tests.native.host_library import build_cpu_library
 from tests.service.door import InProcess
@@ -259,3 +262,129 @@ def test_any_change_of_a_remembered_message_is_parsed(
     assert sum(known.find(each) is not None for each in changed) == free + 1  # and the request id
     for cut in range(len(raw)):
         assert known.find(raw[:cut]) is None
+
+
+def plain_bytes(session: int, count: int, num_messages: int) -> list[bytes]:
+    """Messages that differ in their request id, 1, 2, ... on."""
+    made = [message(session, 0, count, request_id=i + 1) for i in range(num_messages)]
+    return [each.SerializeToString() for each in made]
+
+
+def test_a_client_that_sends_all_before_it_reads_is_answered(
+    attached: tuple[Rpc, Any], session: int
+) -> None:
+    """Answers fill what is on its way; the stream is read on, as far as it may be."""
+    rpc, _ = attached
+
+    async def ask() -> list[int]:
+        call = rpc.channel.stream_stream(f"/{NAME}/Stream")()
+        for raw in plain_bytes(session, 8, MAX_PIPELINED):
+            await call.write(raw)
+        await call.done_writing()
+        replies = [pb.StepReply.FromString(await call.read()) for _ in range(MAX_PIPELINED)]
+        assert await call.read() is aio.EOF
+        assert not any(reply.HasField("problem") for reply in replies)
+        return [reply.request_id for reply in replies]
+
+    assert rpc.http.runner.run(ask()) == [*range(1, MAX_PIPELINED + 1)]
+    assert (rpc.state.pool_bytes, rpc.state.num_active) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "no time"])
+def test_a_stream_that_ends_frees_what_was_answered_at_once(
+    attached: tuple[Rpc, Any], session: int, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    rpc, _ = attached
+    streams = rpc.server._streams._streams
+    raws = plain_bytes(session, 8, 640)
+
+    async def ask() -> None:
+        call = rpc.channel.stream_stream(f"/{NAME}/Stream")(iter(raws))
+        await until(lambda: rpc.state.pool_bytes)
+        if how == "no time":
+            monkeypatch.setattr("service.rpc.calls.GRACE_S", 0.0)
+            monkeypatch.setattr("service.rpc.calls.MIN_BYTES_PER_S", 1e15)
+            with pytest.raises(aio.AioRpcError):  # its writer may find out before its reader
+                assert len([answer async for answer in call]) < 640
+        else:
+            call.cancel()
+        await until(lambda: not streams and not rpc.state.pool_bytes and not rpc.state.num_active)
+
+    rpc.http.runner.run(ask())
+
+
+def test_answers_of_both_ways_cross_on_one_stream(attached: tuple[Rpc, Any]) -> None:
+    rpc, engine = attached
+    session = rpc.open()
+    rpc.push(session, 0, [3, 4, 5, 6], ahead=False)
+    rpc.stream([message(session, 0, 4)])
+    assert engine.drain(30)
+    plain = [message(session, 0, 4, request_id=i) for i in range(1, 31)]
+    late = message(session, 4, 1, request_id=99, wait_ms=1000)
+    tensors = {
+        "count": np.array([1], np.int32),
+        "position": np.array([4]),
+        "session_id": np.array([session]),
+        "token_ids": np.array([7]),
+    }
+    push = step_message("none", tensors=tensors, request_id=98)
+    replies = rpc.stream([plain[0], late, *plain[1:], push, *plain[:5]])
+    assert sorted(r.request_id for r in replies) == sorted([*range(1, 31), 98, 99, *range(1, 6)])
+    assert not any(reply.HasField("problem") for reply in replies)
+    rpc.close(session)
+
+
+def test_a_stream_that_ends_while_an_answer_is_on_its_way_tells_why(
+    attached: tuple[Rpc, Any], session: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc, _ = attached
+    stopping = rpc.server._streams
+    num_begun: list[int] = []
+
+    async def ask() -> str:
+        call = rpc.channel.stream_stream(f"/{NAME}/Stream")()
+        first, *rest = plain_bytes(session, 8, 4)
+        await call.write(first)
+        await call.read()
+
+        async def write(*_: Any) -> None:
+            num_begun.append(1)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(calls.Pace, "write", write)
+        for raw in rest:
+            await call.write(raw)
+        (stream,) = stopping._streams
+        await until(lambda: len(stream._open) == 3)
+        assert len(num_begun) == 1, "one write at a time"
+        stopping.close()
+        with pytest.raises(aio.AioRpcError) as told:
+            await call.read()
+        await until(lambda: not stopping._streams and not rpc.state.pool_bytes)
+        return str(told.value.code().name)
+
+    assert rpc.http.runner.run(ask()) == "UNAVAILABLE"
+
+
+def test_what_is_begun_runs_at_once_and_tells_how_it_ends(runner: asyncio.Runner) -> None:
+    async def begin() -> list[Any]:
+        told: list[Any] = []
+        awaited = [asyncio.get_running_loop().create_future() for _ in range(3)]
+
+        async def wait(index: int) -> None:
+            told.append(index)
+            await asyncio.sleep(0)
+            await awaited[index]
+
+        begun = [calls.Begun(wait(index), told.append) for index in range(3)]
+        assert told == [0, 1, 2]
+        await asyncio.sleep(0)
+        awaited[0].set_result(None)
+        awaited[1].set_exception(fault := ValueError("no"))
+        await asyncio.sleep(0)
+        begun[2].cancel()
+        await asyncio.sleep(0)
+        assert told[3:5] == [None, fault]
+        return told
+
+    assert isinstance(runner.run(begin())[5], asyncio.CancelledError)
