@@ -369,8 +369,8 @@ FAULTS = (
     fault(
         "direct-read-does-not-renew",
         SESSIONS,
-        "        self._registry.touch(row)\n        return self._spot(",
-        "        return self._spot(",
+        "        if renews:\n            self._registry.touch(row)\n",
+        "",
         f"{DIRECT}::test_it_renews_the_session",
     ),
     fault(
@@ -941,6 +941,13 @@ FAULTS = (
         ARRANGED,
     ),
     fault(
+        "csrc-arranged-q2-k-word-not-turned",
+        "csrc/formats/arranged.h",
+        "chunk < 2 ? word : word >> 4 | word << 28",
+        "word",
+        ARRANGED,
+    ),
+    fault(
         "csrc-arranged-q3-k-steps-swapped",
         "csrc/formats/arranged_blocks.h",
         "return ((low >> (2 * step)) & 0x33333333u)",
@@ -1137,7 +1144,7 @@ FAULTS = (
     fault(
         "direct-append-past-the-room-for-ids",
         "engram_core/sessions.py",
-        "        if self.held_tokens + len(ids) > self._limits.max_held_tokens:\n",
+        "        if not self.has_room(len(ids)):\n",
         "        if self.held_tokens < 0:\n",
         "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
     ),
