@@ -141,7 +141,9 @@ def test_most_weights_of_the_test_are_finite(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("shape", [(32, 256), (160, 512), (64, 768), (4256, 1280), (30720, 256)])
+@pytest.mark.parametrize(
+    "shape", [(32, 256), (160, 512), (64, 768), (4256, 1280), (30720, 256), (64, 11520)]
+)
 @pytest.mark.parametrize("count", [1, 8, 13, 16, 29, 32, 50, 64])
 def test_small_and_odd_weights_give_the_bits_of_the_chain(
     arrays: Arrays, kernel: str, encoding: str, shape: tuple[int, int], count: int
