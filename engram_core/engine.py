@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.backends.base import Backend
-from engram_core.direct import DirectReads, OneAnswer, OneRead
+from engram_core.direct import DirectReads, Few, FewAnswer, OneAnswer, OneRead
 from engram_core.dispatch import Dispatcher
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -258,6 +258,24 @@ class Engine:
                 answer = self._direct.push(tenant, number, read, token_ids)
                 if answer is not None:
                     self._steps.appended(tenant, read.session_id, len(token_ids))
+        finally:
+            self._steps.tell()
+        return answer
+
+    def read_few(self, tenant: str, read: Few, token_ids: list[int] | None) -> FewAnswer | None:
+        """Answer a residual read of a few segments here and now, appending their ids before if
+        there are some, if all of it is plain; None: it is not, nothing was changed, `step` does it.
+
+        token_ids: of all segments, one after the other; None: nothing is pushed
+        """
+        try:
+            with self._lock:
+                if self._is_closed or self._scheduler.failure is not None:
+                    return None
+                answer = self._direct.few(tenant, self._dispatch.number(tenant), read, token_ids)
+                if answer is not None and token_ids is not None:
+                    for session_id, _, count, _ in read.segments:
+                        self._steps.appended(tenant, session_id, count)
         finally:
             self._steps.tell()
         return answer

@@ -235,11 +235,18 @@ class SessionPool:
         return Found(rows, fence, verdict)
 
     def spot(
-        self, tenant: str, session_id: int, position: int, count: int, epoch: int
+        self,
+        tenant: str,
+        session_id: int,
+        position: int,
+        count: int,
+        epoch: int,
+        *,
+        renews: bool = True,
     ) -> Spot | None:
         """Judge one read as `read` does, in plain integers; None unless it is allowed.
 
-        epoch: EPOCH_OPENED = left out
+        epoch: EPOCH_OPENED = left out; renews: the session, as a read that is allowed does
         """
         row = self._registry.row(tenant, session_id)
         if row is None:
@@ -248,8 +255,18 @@ class SessionPool:
         fresh = present == (opened if epoch == EPOCH_OPENED else epoch)
         if not fresh or position < base or count < 0 or position + count > length:
             return None
-        self._registry.touch(row)
+        if renews:
+            self._registry.touch(row)
         return self._spot(row, length, base, present)
+
+    def has_room(self, num_ids: int) -> bool:
+        """Whether so many more ids may be held."""
+        return self.held_tokens + num_ids <= self._limits.max_held_tokens
+
+    def renew_spots(self, spots: list[Spot]) -> None:
+        """Renew sessions that were read."""
+        for spot in spots:
+            self._registry.touch(spot.row)
 
     def spot_behind(
         self, tenant: str, session_id: int, position: int, ids: list[int], epoch: int
@@ -270,7 +287,7 @@ class SessionPool:
             return None
         if not length or (length - 1) // PAGE != (end - 1) // PAGE or end > MAX_POSITIONS:
             return None
-        if self.held_tokens + len(ids) > self._limits.max_held_tokens:
+        if not self.has_room(len(ids)):
             return None
         self._ids.write_few(row, length, ids)
         return self._spot(row, end, base, present)

@@ -17,7 +17,7 @@ import numpy as np
 
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
-from engram_core.direct import OneAnswer, OneRead
+from engram_core.direct import Few, FewAnswer, OneAnswer, OneRead
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
 from service import operations, steps, strict
@@ -190,7 +190,11 @@ class StepRead:
         geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
         step = steps.one_step_of(views, self.options, geometry, most_tokens)
         if step is None:
-            return None
+            few = steps.few_steps_of(views, self.options, geometry, most_tokens)
+            given = None if few is None else read_few_at_once(call, model, few)
+            if few is None or given is None:
+                return None
+            return call.leave(wire.encode_tensors(steps.few_answer_views(few, given)))
         answer = update_at_once(
             call,
             model,
@@ -285,6 +289,27 @@ def update_at_once(
         answer = engine.read_residual(tenant, read)
     else:
         answer = engine.push_residual(tenant, read, token_ids)
+    if answer is not None:
+        call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
+        call.stages["gate"] = answer.gate_s
+        call.state.metrics.observe_stage("gate", answer.gate_s)
+    return answer
+
+
+def few_of(step: steps.FewSteps, model: Model) -> Few | None:
+    """Return the engine's form of a few segments; None: their residual lies askew."""
+    address = addressof(c_char.from_buffer(step.residual))
+    if address % 4:
+        return None
+    layer_index = model.checkpoint.geometry.layer_index(step.layer)
+    return Few(step.segments, layer_index, address, step.spec[0] == "F32")
+
+
+def read_few_at_once(call: Call, model: Model, step: steps.FewSteps) -> FewAnswer | None:
+    """As `update_at_once`, of a few segments."""
+    begun_s = time.perf_counter()
+    few = few_of(step, model)
+    answer = few and model.engine.read_few(call.tenant, few, step.token_ids)
     if answer is not None:
         call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
         call.stages["gate"] = answer.gate_s

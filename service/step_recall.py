@@ -1,9 +1,9 @@
 """Steps whose whole head was checked before: a runner's are the same from step to step.
 
 As `recall.py` for residual reads, with the request line remembered too: sessions and positions of a
-step are in its body. A step of one segment that the engine can make here and now is answered in the
-call that brings it; any other begins as it would behind its parsed head. Keys, admission and the
-state of the service are looked at every time, and so is the body.
+step are in its body. A step of a few segments that the engine can make here and now is answered in
+the call that brings it; any other begins as it would behind its parsed head. Keys, admission and
+the state of the service are looked at every time, and so is the body.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import getrandbits
 from time import perf_counter
 
 from engram_client import wire
-from engram_core.direct import OneAnswer, OneRead
+from engram_core.direct import OneRead
 from engram_core.engine_types import Output
 from engram_core.errors import EngramError
 from service import operations, steps
@@ -24,7 +24,7 @@ from service.bodies import Headers, Inbox
 from service.calls import Call, find_shared
 from service.desk import ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Exchanges, Head, Line, answer_block
-from service.reads import StepRead
+from service.reads import StepRead, few_of
 from service.recall import END, MAX_KNOWN, PLAIN, Place, headers_of
 from service.state import Model, ServiceState
 
@@ -109,26 +109,21 @@ class StepRecall:
 
     def _answer_at_once(self, known: _Known, body: memoryview, line: Line, begun_s: float) -> bool:
         """Answer what the engine answers here and now; False: nothing was done."""
-        transport, model = line.transport, known.model
+        transport = line.transport
         if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
             return False
         received_s = perf_counter()
         try:
-            step = steps.one_step_of(
-                steps.decode(body),
-                known.options,
-                model.checkpoint.geometry,
-                model.limits.near_tokens,
-            )
-            given = None if step is None else _ask(step, known)
+            answered = _ask(steps.decode(body), known)
         except Exception:  # an exchange asks again, and tells it
             return False
-        if step is None or given is None:
+        if answered is None:
             return False
+        gate_s, views = answered
         checked_s = perf_counter()
-        receive_s, gate_s = received_s - begun_s, given.gate_s
+        receive_s = received_s - begun_s
         check_s = checked_s - received_s - gate_s
-        buffers = wire.encode_tensors(steps.one_answer_views(step, given))
+        buffers = wire.encode_tensors(views)
         num_bytes = sum(map(len, buffers))
         timing = ANSWER_HEADERS % (
             getrandbits(64), receive_s * 1e3, check_s * 1e3, gate_s * 1e3,
@@ -160,9 +155,22 @@ class StepRecall:
         return True
 
 
-def _ask(step: steps.OneStep, known: _Known) -> OneAnswer | None:
-    """Ask the engine for a plain step; None: it is none now, nothing was changed."""
-    model, (dtype, shape) = known.model, step.spec
+def _ask(views: steps.Views, known: _Known) -> tuple[float, steps.Views] | None:
+    """Ask the engine for a plain step; None: it is none now, nothing was changed.
+
+    Returns the seconds of the gate, and the answer.
+    """
+    model, tenant = known.model, known.key.name
+    plain = views, known.options, model.checkpoint.geometry, model.limits.near_tokens
+    step = steps.one_step_of(*plain)
+    if step is None:
+        few = steps.few_steps_of(*plain)
+        asked = None if few is None else few_of(few, model)
+        if few is None or asked is None:
+            return None
+        given = model.engine.read_few(tenant, asked, few.token_ids)
+        return None if given is None else (given.gate_s, steps.few_answer_views(few, given))
+    dtype, shape = step.spec
     read = OneRead(
         session_id=step.session_id,
         position=step.position,
@@ -175,5 +183,7 @@ def _ask(step: steps.OneStep, known: _Known) -> OneAnswer | None:
     if read.residual % 4:
         return None
     if step.token_ids is None:
-        return model.engine.read_residual(known.key.name, read)
-    return model.engine.push_residual(known.key.name, read, step.token_ids)
+        answer = model.engine.read_residual(tenant, read)
+    else:
+        answer = model.engine.push_residual(tenant, read, step.token_ids)
+    return None if answer is None else (answer.gate_s, steps.one_answer_views(step, answer))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
-from engram_core.direct import OneAnswer
+from engram_core.direct import FewAnswer, OneAnswer
 from engram_core.engine_types import EPOCH_OPENED, Output, Segments, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, SchemaError, TooManyTokens
 from engram_core.geometry import Geometry
@@ -94,6 +94,7 @@ class OneStep(NamedTuple):
     residual: memoryview
 
 
+_LETTERS = {"I32": "i", "I64": "q"}
 _ONE = {"count": "I32", "position": "I64", "session_id": "I64", "epoch": "I64"}
 
 
@@ -104,11 +105,9 @@ def one_step_of(
 
     None: it is another or larger, or something is wrong with it, which `request_of` says.
     """
-    residual, ids = views.get("residual"), views.get("token_ids")
-    if residual is None or options.output is not Output.RESIDUAL or options.truncate:
+    if not _are_plain(views, options):
         return None
-    if len(views) != 4 + ("epoch" in views) + (ids is not None) or len(options.layers) != 1:
-        return None
+    residual, ids = views["residual"], views.get("token_ids")
     numbers = {"epoch": EPOCH_OPENED}
     for name, dtype in _ONE.items():
         view = views.get(name)
@@ -117,7 +116,7 @@ def one_step_of(
                 return None
             numbers[name] = int.from_bytes(view.data, "little", signed=True)
     count, spec = numbers.pop("count", 0), residual.spec
-    if len(numbers) != 3 or not 0 < count <= most_tokens or residual.dtype not in ("BF16", "F32"):
+    if len(numbers) != 3 or not 0 < count <= most_tokens:
         return None
     if residual.shape != (count, geometry.hc_mult, geometry.dim):
         return None
@@ -125,12 +124,99 @@ def one_step_of(
         return None
     token_ids = None
     if ids is not None:
-        if ids.shape != (count,) or ids.dtype not in ("I32", "I64"):
+        if ids.shape != (count,) or ids.dtype not in _LETTERS:
             return None
-        token_ids = list(struct.unpack(f"<{count}{'i' if ids.dtype == 'I32' else 'q'}", ids.data))
+        token_ids = list(struct.unpack(f"<{count}{_LETTERS[ids.dtype]}", ids.data))
     return OneStep(
         **numbers, token_ids=token_ids, layer=options.layers[0], spec=spec, residual=residual.data
     )
+
+
+def _are_plain(views: Views, options: StepOptions) -> bool:
+    """Whether a step updates a residual, and has no tensors but those of `OneStep`."""
+    residual = views.get("residual")
+    if residual is None or residual.dtype not in ("BF16", "F32") or len(options.layers) != 1:
+        return False
+    if options.output is not Output.RESIDUAL or options.truncate:
+        return False
+    return len(views) == 4 + ("epoch" in views) + ("token_ids" in views)
+
+
+class FewSteps(NamedTuple):
+    """A step of a few segments that reads a residual; the rest as in `OneStep`.
+
+    segments: session id, position, number of tokens, epoch of each
+    """
+
+    segments: list[tuple[int, int, int, int]]
+    token_ids: list[int] | None
+    layer: int
+    spec: TensorSpec
+    residual: memoryview
+
+
+MAX_FEW = 16
+"""Segments that are read without arrays, which are as quick from some thirty on."""
+
+
+def few_steps_of(
+    views: Views, options: StepOptions, geometry: Geometry, most_tokens: int
+) -> FewSteps | None:
+    """As `one_step_of`, of 2..MAX_FEW segments."""
+    counts = views.get("count")
+    if counts is None or len(counts.shape) != 1 or not _are_plain(views, options):
+        return None
+    residual, ids, size = views["residual"], views.get("token_ids"), counts.shape[0]
+    if not 1 < size <= MAX_FEW:
+        return None
+    numbers = {"epoch": (EPOCH_OPENED,) * size}
+    for name, dtype in _ONE.items():
+        view = views.get(name)
+        if view is not None:
+            if view.dtype != dtype or view.shape != (size,):
+                return None
+            numbers[name] = struct.unpack(f"<{size}{_LETTERS[dtype]}", view.data)
+    if len(numbers) != 4 or min(numbers["count"]) < 1 or min(numbers["position"]) < 0:
+        return None
+    if min(numbers["session_id"]) < 1 or min(numbers["epoch"]) < EPOCH_OPENED:
+        return None
+    total = sum(numbers["count"])
+    if total > most_tokens or residual.shape != (total, geometry.hc_mult, geometry.dim):
+        return None
+    token_ids = None
+    if ids is not None:
+        if ids.shape != (total,) or ids.dtype not in _LETTERS:
+            return None
+        token_ids = list(struct.unpack(f"<{total}{_LETTERS[ids.dtype]}", ids.data))
+    return FewSteps(
+        segments=list(
+            zip(
+                numbers["session_id"],
+                numbers["position"],
+                numbers["count"],
+                numbers["epoch"],
+                strict=True,
+            )
+        ),
+        token_ids=token_ids,
+        layer=options.layers[0],
+        spec=residual.spec,
+        residual=residual.data,
+    )
+
+
+def few_answer_views(step: FewSteps, answer: FewAnswer) -> dict[str, TensorView]:
+    """Return the tensors of the answer to a few segments, as `answer_views` does."""
+    (dtype, shape), size = step.spec, len(step.segments)
+    numbers = {"length": answer.lengths, "epoch": answer.epochs}
+    return {
+        **{
+            name: TensorView("I64", (size,), memoryview(struct.pack(f"<{size}q", *values)))
+            for name, values in numbers.items()
+        },
+        "dead": TensorView("U8", (len(answer.dead),), memoryview(answer.dead)),
+        f"{Output.RESIDUAL}.{step.layer}": TensorView(dtype, shape, step.residual),
+    }
 
 
 def one_answer_views(step: OneStep, answer: OneAnswer) -> dict[str, TensorView]:

@@ -1177,6 +1177,28 @@ FAULTS = (
         "tests/unit/test_near.py::test_layers_that_cannot_be_made_now_are_made_by_the_lane",
     ),
     fault(
+        "one-session-pushed-to-twice-by-a-few-segments",
+        "engram_core/direct.py",
+        "            is_plain = len(distinct) == len(read.segments) and ",
+        "            is_plain = ",
+        "tests/service/test_step_at_once.py"
+        "::test_a_few_segments_that_are_unusual_are_answered_as_ever",
+    ),
+    fault(
+        "keys-of-a-few-segments-in-one-place",
+        "engram_core/backends/cpu.py",
+        "        begin, self._num_keys = first * width, first + count\n",
+        "        begin, self._num_keys = 0, first + count\n",
+        "tests/laws/test_direct_reads.py::test_a_few_segments_after_any_program",
+    ),
+    fault(
+        "a-few-segments-that-are-refused-renew-sessions",
+        "engram_core/direct.py",
+        "position, count, epoch, renews=False)\n",
+        "position, count, epoch)\n",
+        "tests/laws/test_direct_reads.py::test_a_few_segments_that_are_refused_renew_nothing",
+    ),
+    fault(
         "work-ahead-before-the-turn-s-reads",
         "engram_core/near.py",
         "        for urgency, layer in sorted(batches):\n",
@@ -1200,15 +1222,15 @@ FAULTS = (
     fault(
         "plain-step-with-a-mask",
         "service/steps.py",
-        "    if len(views) != 4 + ",
-        "    if len(views) < 4 + ",
+        "    return len(views) == 4 + ",
+        "    return len(views) >= 4 + ",
         "tests/service/test_step_at_once.py::test_what_is_unusual_is_answered_or_refused_as_ever",
     ),
     fault(
         "plain-step-that-truncates",
         "service/steps.py",
-        " or options.output is not Output.RESIDUAL or options.truncate:\n",
-        " or options.output is not Output.RESIDUAL:\n",
+        "    if options.output is not Output.RESIDUAL or options.truncate:\n",
+        "    if options.output is not Output.RESIDUAL:\n",
         "tests/service/test_step_at_once.py::test_what_is_unusual_is_answered_or_refused_as_ever",
     ),
     fault(

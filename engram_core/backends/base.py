@@ -55,11 +55,19 @@ class NearRead(Protocol):
     can_project: bool
 
     def keys(
-        self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
+        self,
+        ids: int,
+        starts: int,
+        num_pages: int,
+        tenant: int,
+        position: int,
+        count: int,
+        first: int = 0,
     ) -> list[bytes]:
         """Return the kv store's keys of positions of one session (see `kv_store.keys_of`).
 
         ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
+        first: how many positions, of calls before, these come behind: they are one read
         """
 
     def dead(self, count: int) -> bytes:

@@ -194,22 +194,31 @@ class NearKeys:
             max_ngram_size=tables.max_ngram_size,
             pad_id=tables.pad_id,
             layer=layer_index,
-            keys=addressof(self._keys),
-            is_dead=addressof(self._dead),
         )
+        self._keys_at, self._dead_at = addressof(self._keys), addressof(self._dead)
+        self._num_keys = 0
         self._run_keys, self._to_keys = library.keys, byref(self._of_keys)
 
     def keys(
-        self, ids: int, starts: int, num_pages: int, tenant: int, position: int, count: int
+        self,
+        ids: int,
+        starts: int,
+        num_pages: int,
+        tenant: int,
+        position: int,
+        count: int,
+        first: int = 0,
     ) -> list[bytes]:
         """Return the kv store's keys (see `NearRead.keys`). Raises Internal: out of range."""
-        params = self._of_keys
+        params, width = self._of_keys, self._width
         params.ids, params.starts, params.num_pages = ids, starts, num_pages
         params.tenant, params.position, params.count = tenant, position, count
-        if not 0 < count <= self.max_tokens or self._run_keys(self._to_keys):
+        begin, self._num_keys = first * width, first + count
+        params.keys, params.is_dead = self._keys_at + begin, self._dead_at + first
+        if not 0 < count <= self.max_tokens - first or self._run_keys(self._to_keys):
             raise Internal(f"positions {position}..{position + count - 1} of a session")
-        width = self._width
-        return [bytes(self._view[i : i + width]) for i in range(0, count * width, width)]
+        view = self._view
+        return [bytes(view[i : i + width]) for i in range(begin, begin + count * width, width)]
 
     def dead(self, count: int) -> bytes:
         """Return dead flags (see `NearRead.dead`)."""
@@ -247,7 +256,7 @@ class CpuNearRead(NearKeys):
         params = self._of_gate
         self._slots[: len(slots)] = slots  # type: ignore[assignment]  # ctypes takes integers
         params.residual = params.out = residual
-        params.is_f32, params.num_tokens = is_f32, self._of_keys.count
+        params.is_f32, params.num_tokens = is_f32, self._num_keys
         if len(slots) != params.num_tokens or self._run_gate(self._to_gate):
             raise Internal(f"slots {slots} of {params.num_slots}")
         return True

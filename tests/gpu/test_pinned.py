@@ -11,7 +11,7 @@ import torch
 
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Native
-from engram_core.direct import OneAnswer, OneRead
+from engram_core.direct import Few, OneAnswer, OneRead
 from engram_core.engine import Engine
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -312,3 +312,31 @@ def test_several_steps_of_one_turn_share_what_is_made(near: Near) -> None:
     assert after["kv_duplicates"] == before["kv_duplicates"] + 7
     first, *others = (answer.tensors[near.layers[0]] for answer in answers)
     assert all(same_bits(first, each) for each in others)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [3, 1, 4], [4] * 16])
+def test_a_few_segments_are_one_batch_whatever_is_missing(near: Near, counts: list[int]) -> None:
+    names = [f"few-{counts}-{i}" for i in range(2)]
+    sessions = [[near.opened(name, 200) for _ in counts] for name in names]
+    total = sum(counts)
+    residual = torch.randn((total, 4, 1024)).bfloat16()
+    asked = Segments(
+        np.array(counts, np.int32),
+        np.full(len(counts), 200),
+        np.array(sessions[0]),
+        token_ids=np.arange(total) % 9,
+    )
+    layer = near.layers[1]
+    want = near.step(names[0], StepRequest(asked, Output.RESIDUAL, (layer,), residual.clone()))
+    there = near.backend.host_memory.tensor(tuple(residual.shape), torch.bfloat16)
+    there.copy_(residual)
+    segments = [(s, 200, count, EPOCH_OPENED) for s, count in zip(sessions[1], counts, strict=True)]
+    before = near.num_by_lanes
+    answer = near.engine.read_few(
+        names[1], Few(segments, 1, there.data_ptr(), False), (np.arange(total) % 9).tolist()
+    )
+    assert answer is not None
+    assert near.num_by_lanes == before
+    assert answer.lengths == want.length.tolist()
+    assert answer.dead == want.dead.tobytes()
+    assert same_bits(there, want.tensors[layer])

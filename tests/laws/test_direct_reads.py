@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engram_core.backends import cpu
 from engram_core.backends.base import Backend, NearRead
 from engram_core.checkpoint import open_checkpoint
-from engram_core.direct import OneAnswer, OneRead
+from engram_core.direct import Few, OneAnswer, OneRead
 from engram_core.engine import Engine
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -486,3 +486,129 @@ def test_a_direct_append_keeps_to_the_room_for_ids(
             read = OneRead(session_id, 3, count, EPOCH_OPENED, 0, residual.data_ptr(), False)
             assert (engine.push_residual("", read, [5] * count) is not None) == fits
         assert engine.counters["held_tokens"] == engine.get("", session_id).length == 5
+
+
+def any_segments(
+    engine: Engine, rng: random.Random, owner: str, names: list[int], *, distinct: bool
+) -> list[tuple[int, int, int, int]]:
+    """Of two to four segments, mostly at the ends of sessions."""
+    size = rng.randint(2, 4)
+    chosen = rng.sample(names, min(size, len(names))) if distinct else rng.choices(names, k=size)
+    segments = []
+    for session_id in chosen:
+        (_, position, epoch, _), count = any_read(engine, rng, owner, session_id)
+        if rng.random() < 0.85:
+            state, count = engine.get(owner, session_id), rng.randint(1, 2)
+            epoch = state.epoch
+            position = state.length if distinct else max(state.base, state.length - count)
+        segments.append((session_id, position, max(count, 0), epoch))
+    return segments
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_few_segments_after_any_program(
+    backend: Backend, projecting: ProjectingNear, official_dir: Path, seed: int, pushes: bool
+) -> None:
+    """Directly they give the bits, states and refusals of the general way, or change nothing."""
+    rng = random.Random(100 * seed + pushes)
+    plain = load(open_checkpoint(official_dir), num_slots=96)
+    clock = Clock()
+    limits = replace(LIMITS, near_tokens=8, max_held_tokens=1500)
+    direct = Reads(attached(backend, clock, limits))
+    general = Reads(attached(plain, clock, replace(limits, near_tokens=0)))
+    num_direct, names = 0, list(range(1, 6))
+    with direct.engine, general.engine:
+        engines = direct.engine, general.engine
+        for session_id in names:
+            for engine in engines:
+                engine.open(
+                    "",
+                    OpenRequest(
+                        session_id, (session_id * 63) % 256, (None,) * min(3, session_id * 63)
+                    ),
+                )
+        for _ in range(300):
+            session_id = rng.choice(names)
+            state = direct.engine.get("", session_id)
+            new, cut = rng.choices(range(3), k=rng.randint(1, 5)), rng.randrange(4)
+            mask = np.array([rng.random() < 0.8 for _ in new])
+            for engine in engines:
+                if cut == 3:
+                    place = max(state.base, state.length - len(new))
+                    engine.rewind("", session_id, place, state.epoch)
+                elif state.length < 280:
+                    where = "", session_id, state.length
+                    engine.push(*where, np.array(new), mask, epoch=state.epoch)
+            segments = any_segments(
+                direct.engine, rng, "", names, distinct=pushes and rng.random() < 0.9
+            )
+            total, layer = sum(count for _, _, count, _ in segments), rng.randrange(2)
+            ids = [rng.randrange(12) for _ in range(total)] if pushes else None
+            before = direct.residual(total, rng.choice([torch.bfloat16, torch.float32]))
+            one, other = before.clone(), before.clone()
+            projecting.is_busy = rng.random() < 0.1
+            held = [state_of(direct.engine, "", name) for name in names]
+            few = Few(segments, layer, one.data_ptr(), before.dtype == torch.float32)
+            answer = direct.engine.read_few("", few, ids)
+            if answer is None:
+                assert same_bits(one, before)
+                assert [state_of(direct.engine, "", name) for name in names] == held
+                first = outcome_of(direct, segments, layer, one, ids)
+            else:
+                num_direct += 1
+                first = answer.lengths, answer.epochs, answer.dead
+            projecting.is_busy = False
+            assert first == outcome_of(general, segments, layer, other, ids)
+            assert same_bits(one, other)
+            assert [state_of(direct.engine, "", name) for name in names] == [
+                state_of(general.engine, "", name) for name in names
+            ]
+        assert not direct.engine._scheduler.store._pins.any()
+    assert num_direct > 60
+    plain.close()
+
+
+def outcome_of(
+    reads: Reads,
+    segments: list[tuple[int, int, int, int]],
+    layer: int,
+    residual: torch.Tensor,
+    ids: list[int] | None,
+) -> object:
+    session_id, position, count, epoch = (
+        np.array(column) for column in zip(*segments, strict=True)
+    )
+    asked = Segments(
+        count.astype(np.int32), position, session_id, epoch,
+        token_ids=None if ids is None else np.array(ids, np.int64),
+    )  # fmt: skip
+    layers = (reads.engine.geometry.layer_ids[layer],)
+    try:
+        answer = reads.engine.step(
+            "", StepRequest(asked, Output.RESIDUAL, layers, residual=residual)
+        )
+        reads.end_turn()
+        told = answer.result(10)
+    except EngramError as error:
+        return error.code, error.message
+    return told.length.tolist(), told.epoch.tolist(), told.dead.tobytes()
+
+
+def test_a_few_segments_that_are_refused_renew_nothing(
+    backend: Backend, projecting: ProjectingNear
+) -> None:
+    for position, num_expired in ((3, 2), (2, 0)):
+        clock = Clock()
+        reads = Reads(attached(backend, clock, replace(LIMITS, session_ttl_s=10)))
+        with reads.engine as engine:
+            first, second = (engine.open("", OpenRequest()).session_id for _ in range(2))
+            for session_id in (first, second):
+                engine.push("", session_id, 0, np.arange(3))
+            clock.now_s += 6
+            residual = reads.residual(2, torch.bfloat16)
+            segments = [(first, 2, 1, EPOCH_OPENED), (second, position, 1, EPOCH_OPENED)]
+            answer = engine.read_few("", Few(segments, 0, residual.data_ptr(), False), None)
+            assert (answer is None) == (num_expired == 2)
+            clock.now_s += 6
+            assert engine.sweep() == num_expired

@@ -33,7 +33,7 @@ class Attached:
     def __init__(self, door: InProcess, engine: Engine, near: ProjectingNear) -> None:
         self.door, self.engine, self.near = door, engine, near
         self.num_at_once = 0
-        for name in ("read_residual", "push_residual"):
+        for name in ("read_residual", "push_residual", "read_few"):
             setattr(engine, name, partial(self._count, getattr(engine, name)))
 
     def _count(self, ask: Callable[..., Any], *arguments: Any) -> Any:
@@ -221,3 +221,82 @@ def test_a_page_or_the_room_that_is_full_takes_the_general_way(attached: Attache
         before = attached.num_at_once
         assert attached.ask(**tensors(session, position, 1, token_ids=i64(3))).status_code == 200
         assert attached.num_at_once - before == is_at_once
+
+
+def few(
+    attached: Attached, sessions: list[int], position: int, counts: list[int], **more: Any
+) -> dict[str, Any]:
+    return {
+        "count": i32(*counts),
+        "position": i64(*[position] * len(counts)),
+        "session_id": i64(*sessions),
+        "residual": residual(sum(counts), more.pop("dtype", torch.bfloat16)),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("counts", [[1, 1], [1, 3, 2], [1] * 16])
+def test_a_few_segments_give_the_bytes_of_the_general_way(
+    attached: Attached, dtype: Any, counts: list[int]
+) -> None:
+    answers = []
+    for is_plain in (True, False):
+        sessions = [open_at_four(attached)[0] for _ in counts]
+        ids = (np.arange(sum(counts)) * 5 % 11).astype(np.int32)
+        before = attached.num_at_once
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_plain:
+                patch.setattr("service.steps.few_steps_of", lambda *_: None)
+            pushed = attached.ask(**few(attached, sessions, 4, counts, token_ids=ids, dtype=dtype))
+            read = attached.ask(**few(attached, sessions, 3, counts, dtype=dtype))
+        assert attached.num_at_once - before == 2 * is_plain
+        assert pushed.status_code == read.status_code == 200, pushed.text
+        views = [wire.decode_tensors(each.content) for each in (pushed, read)]
+        assert wire.to_numpy(views[0]["length"]).tolist() == [4 + count for count in counts]
+        answers.append(
+            [{name: bytes(v.data) for name, v in each.items() if name != "epoch"} for each in views]
+        )
+        attached.engine.close_tenant("")
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"count": i32(1, 0)},
+        {"count": i32(1, -1)},
+        {"count": i32(2, 1)},
+        {"position": i64(4, -1)},
+        {"position": i64(4)},
+        {"session_id": i64(0, 0)},
+        {"epoch": i64(-2, -1)},
+        {"epoch": i64(77, -1)},
+        {"token_ids": i64(3)},
+        {"token_ids": i64(3, 10**9)},
+        {"mask": np.array([1, 1], np.uint8)},
+        {"residual": torch.ones((2, 2, 32))},
+        {"position": i64(4, 3)},
+        {"same": True},
+    ],
+)
+def test_a_few_segments_that_are_unusual_are_answered_as_ever(
+    attached: Attached, changes: dict[str, Any]
+) -> None:
+    answers = []
+    for is_plain in (True, False):
+        sessions = [open_at_four(attached)[0] for _ in range(2)]
+        if changes.get("same"):
+            sessions[1] = sessions[0]
+        asked = {**few(attached, sessions, 4, [1, 1], token_ids=i64(7, 8)), **changes}
+        asked.pop("same", None)
+        before = attached.num_at_once
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_plain:
+                patch.setattr("service.steps.few_steps_of", lambda *_: None)
+            answer = attached.ask(**asked)
+        assert attached.num_at_once == before
+        lengths = [attached.engine.get("", session).length for session in sessions]
+        text = masked(answer.text) if answer.status_code >= 400 else "fine"
+        answers.append((answer.status_code, text, lengths))
+    assert answers[0] == answers[1]
