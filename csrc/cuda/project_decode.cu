@@ -220,13 +220,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     barrier_init(base + Layout::kTurnsAt + i * 8,
                  i < kLeftWarps ? 1 : static_cast<uint32_t>(stored.num_tokens));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncthreads();
   const int64_t begin = blockIdx.x * args.num_main / gridDim.x;
   const int tiles = static_cast<int>((blockIdx.x + 1) * args.num_main / gridDim.x - begin);
   const uint32_t exchange = base + Layout::kExchangeAt + warp * Stream::kExchangeBytes;
   if (warp < kMainTiles) {
-    if (warp >= tiles) return;
-    TileWarp<Stream> mine(stored, base, begin + warp, exchange, false, lane);
+    const bool has_tile = warp < tiles;
+    TileWarp<Stream> mine(stored, base, begin + (has_tile ? warp : 0), exchange, false, lane);
+    __syncthreads();  // the barriers are there; the first weights are on their way
+    if (!has_tile) return;
     multiply_whole(mine);
     await_prerequisites();
     mine.store(stored, begin + warp, lane);
@@ -235,11 +236,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int part = warp - kMainTiles;
   const int64_t tile = args.num_main + blockIdx.x;
   if (blockIdx.x >= args.num_left) {
+    __syncthreads();
     await_prerequisites();
     put_tokens<Stream>(stored, base, part, lane);
     return;
   }
   TileWarp<Stream> mine(stored, base, tile, exchange, true, lane);
+  __syncthreads();
   await_prerequisites();
   put_tokens<Stream>(stored, base, part, lane);
   if (part == 0) multiply_quarter<0>(mine, base, lane);
