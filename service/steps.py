@@ -155,8 +155,8 @@ class FewSteps(NamedTuple):
     residual: memoryview
 
 
-MAX_FEW = 16
-"""Segments that are read without arrays, which are as quick from some thirty on."""
+MAX_FEW = 32
+"""Segments that are read without arrays, which are as quick from some sixty on."""
 
 
 def few_steps_of(
