@@ -96,16 +96,13 @@ class Connection:
         buffers = ask.buffers(plan)
         self._unsent, self._fault = [], None
         begun = time.monotonic()
+        sock = self._socket
         try:
-            sent = self._socket.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+            sent = sock.sendmsg(buffers, (), socket.MSG_DONTWAIT)
         except OSError:  # where that lasts, `finish` meets it too
             sent = 0
-        if sent < sum(map(len, buffers)):
-            left = deque([memoryview(buffer) for buffer in buffers])
-            _advance(left, sent)
-            self._unsent = [*left]
+        if sent < sum(map(len, buffers)) and not self._send_rest(buffers, sent, begun):
             return
-        sock = self._socket
         try:
             while answering.received(sock.recv_into(answering.space), ask, plan) == MORE:
                 if not self._wait(_READ, begun + self._timeout_s - time.monotonic()):
@@ -116,6 +113,21 @@ class Connection:
             self._fault = _lost(error)
         except ConnectionLost as error:
             self._fault = error
+
+    def _send_rest(self, buffers: Sequence[bytes | memoryview], sent: int, begun: float) -> bool:
+        """Send what the kernel did not take at once; False: something came, or failed, before."""
+        left = deque([memoryview(buffer) for buffer in buffers])
+        _advance(left, sent)
+        while left:
+            ready = self._wait(_READ | _WRITE, begun + self._timeout_s - time.monotonic())
+            try:
+                if ready != _WRITE:
+                    break
+                _advance(left, self._socket.sendmsg(left, (), socket.MSG_DONTWAIT))
+            except OSError:
+                break
+        self._unsent = [*left]
+        return not left
 
     def finish(self, request: Request) -> Response:
         """Go on with the request that `ask` has begun. Raises ConnectionLost, BadAnswer."""

@@ -23,8 +23,11 @@ from engram_client.shared import Region
 from engram_client.state import SessionState
 
 MAX_BYTES = 128 << 10
-"""Of a residual: the kernel takes as much at once, and the copy of its answer, which is received
-whole before it lands (maybe in the memory that was sent), costs less than another call."""
+"""Of a read's residual: the copy of its answer, which is received whole before it lands (maybe in
+the memory that was sent), costs less than the protocol does."""
+
+MAX_STEP_BYTES = (1 << 20) - (64 << 10)
+"""Of a step's, for which the protocol does more; with all else it asks for no leave (Expect)."""
 
 MAX_KINDS = 256
 """Kinds of tensors remembered; then all are forgotten."""
@@ -32,7 +35,7 @@ MAX_KINDS = 256
 MORE, DONE, OTHER = range(3)
 """Of an answer: some of it is to come; all has landed; it is not the ordinary one."""
 
-_HEAD_BYTES = 4 << 10  # more than any head that `_ANSWER` finds has
+_SCRATCH_BYTES = 1 << 20  # for a step's residual and all else; what is not used takes no pages
 _ANSWER = re.compile(
     rb"HTTP/1\.1 200 OK\r\ndate: [ -~]{29}\r\ncontent-type: application/octet-stream\r\n"
     rb"x-engram-shape: ([0-9,]{1,99})\r\nx-engram-dtype: ([A-Z0-9]{1,9})\r\n"
@@ -62,7 +65,7 @@ class Kind:
     def is_residual(self) -> bool:
         """Tell whether it could be a residual that is sent at once."""
         is_known = self.dtype_name in ("BF16", "F32") and len(self.shape) == 3
-        return is_known and 0 < self.num_bytes <= MAX_BYTES
+        return is_known and 0 < self.num_bytes <= MAX_STEP_BYTES
 
     def new_like(self, tensor: Any) -> Any:
         """Return a new tensor."""
@@ -229,7 +232,7 @@ class Direct:
     ) -> Ask | None:
         """Return the request of `Session.apply`; None where that is for the protocol to make."""
         kind = self.kind_of(residual)
-        if kind is None:
+        if kind is None or kind.num_bytes > MAX_BYTES:
             return None
         count = kind.shape[0]
         first = state.history.length - count if position is None else position
@@ -289,7 +292,7 @@ class Answering:
     """Receives the answers of one connection: into `space`, told by `received`."""
 
     def __init__(self) -> None:
-        self._scratch = bytearray(_HEAD_BYTES + MAX_BYTES)
+        self._scratch = bytearray(_SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self.space = self._view
         self._begin, self._end, self._count = 0, 0, 0

@@ -1,7 +1,7 @@
-"""Steps of one segment that update a residual, asked for as `direct.py` does: a decode step's push
-and read in one head, one body, one answer.
+"""Steps of sessions that update a residual, asked for as `direct.py` does: a decode step's pushes
+and reads in one head, one body, one answer.
 
-A push holds its session's lock and marks what is in doubt until its answer is taken, as the
+A push holds its sessions' locks and marks what is in doubt until its answer is taken, as the
 protocol does; where the answer is another than the ordinary one, the protocol makes the same call
 and is given that answer.
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engram_client import wire
-from engram_client.direct import Ask, Direct, Staged
+from engram_client.direct import MAX_STEP_BYTES, Ask, Direct, Staged
 from engram_client.http1 import Request, format_head
 from engram_client.problems import BadAnswer
 from engram_client.protocol import EngramProtocol, StepOptions
@@ -33,21 +35,23 @@ _ANSWER = re.compile(
 
 
 class StepAsk(Ask):
-    """One request. options: of the step; token_ids: pushed first, None: nothing is; numbers: what
-    was sent of the session; length, epoch, dead: what came of it"""
+    """One request of S segments. options: of the step; counts: of tokens; token_ids: [T], pushed
+    first, None: nothing is; numbers: what was sent of the sessions; length, epoch, dead: what came
+    of it, int64 [S], int64 [S], uint8 [T]"""
 
     __slots__ = (
-        *("dead", "epoch", "is_locked", "length", "numbers", "options", "position", "state"),
-        "token_ids",
+        *("counts", "dead", "epoch", "held", "length", "numbers", "options", "positions"),
+        *("states", "token_ids"),
     )
+    counts: list[int]
     dead: bytes
-    epoch: int
-    is_locked: bool
-    length: int
+    epoch: NDArray[np.int64]
+    held: list[SessionState]
+    length: NDArray[np.int64]
     numbers: bytes
     options: StepOptions
-    position: int
-    state: SessionState
+    positions: list[int]
+    states: list[SessionState]
     token_ids: list[int] | None
 
     @property
@@ -55,7 +59,7 @@ class StepAsk(Ask):
         """See `Ask`."""
         options = self.options
         how = options.layers, options.truncate, options.wait_ms, options.ahead
-        return self.kind, self.token_ids is None, how
+        return self.kind, len(self.states), self.token_ids is None, how
 
     def plan(self, identity: str, fixed: bytes, region: Region | None) -> StepPlan:
         """See `Ask`."""
@@ -63,8 +67,7 @@ class StepAsk(Ask):
 
     def buffers(self, plan: Any) -> Sequence[bytes | memoryview]:
         """See `Ask`."""
-        values = [self.kind.shape[0], self.position, self.state.session_id, self.state.epoch]
-        self.numbers = plan.pack(values, self.token_ids)
+        self.numbers = plan.pack(self)
         return plan.head, self.sent(plan.staged), self.numbers
 
     def is_of(self, request: Request) -> bool:
@@ -75,54 +78,67 @@ class StepAsk(Ask):
             and b"".join(request.sent_body).endswith(self.numbers)
         )
 
-    # ---- the session
+    # ---- the sessions
 
     def begin(self, protocol: EngramProtocol) -> bool:
-        """Lock and mark a session that is pushed to; False: it is busy, or to be settled first."""
-        state, pushes = self.state, self.token_ids is not None
-        if pushes and not state.lock.acquire(blocking=False):
+        """Lock and mark sessions that are pushed to; False: one is busy, or to be settled first."""
+        self.held = []
+        if self.token_ids is not None and not self._lock():
             return False
-        self.is_locked = pushes
         count = self.kind.shape[0]
-        if not protocol.is_one_request(state, "step residual", count):
+        if not all(protocol.is_one_request(each, "step residual", count) for each in self.states):
             self.leave()
             return False
-        if pushes:
-            state.unsettled = self.position if self.options.truncate else state.length
+        if self.token_ids is not None:
+            for state, position in zip(self.states, self.positions, strict=True):
+                state.unsettled = position if self.options.truncate else state.length
+        return True
+
+    def _lock(self) -> bool:
+        """Lock every session; False: none is. One that is there twice is busy."""
+        for state in self.states:
+            if not state.lock.acquire(blocking=False):
+                self.leave()
+                return False
+            self.held.append(state)
         return True
 
     def unmark(self) -> None:
         """Nothing is in doubt, or the protocol will see to it."""
-        if self.is_locked:
-            self.state.unsettled = None
+        for state in self.held:
+            state.unsettled = None
 
     def leave(self) -> None:
-        """Unlock the session."""
-        if self.is_locked:
-            self.is_locked = False
-            self.state.lock.release()
+        """Unlock the sessions."""
+        while self.held:
+            self.held.pop().lock.release()
 
     def answer(self) -> StepResult:
         """Take over what the service holds now. Raises BadAnswer: another length."""
-        state, ids = self.state, self.token_ids
-        if ids is not None:
-            end = self.position + len(ids)
-            expected = end if self.options.truncate else max(state.length, end)
-            if self.length != expected:
-                raise BadAnswer(
-                    f"session {state.session_id}: expected length {expected}, got {self.length}"
-                )
-            state.history.write(self.position, ids)
-            if self.options.truncate:
-                state.history.cut(end)
-            state.epoch = self.epoch
+        if self.token_ids is not None:
+            self._record(self.token_ids)
             self.unmark()
-        return StepResult(
-            np.array([self.length]),
-            np.array([self.epoch]),
-            np.frombuffer(self.dead, np.uint8).astype(np.bool_),
-            {self.options.layers[0]: self.result},
+        dead = np.frombuffer(self.dead, np.uint8).astype(np.bool_)
+        return StepResult(self.length, self.epoch, dead, {self.options.layers[0]: self.result})
+
+    def _record(self, token_ids: list[int]) -> None:
+        truncates, begin = self.options.truncate, 0
+        rows = zip(
+            *(self.states, self.positions, self.counts),
+            *(self.length.tolist(), self.epoch.tolist()),
+            strict=True,
         )
+        for state, position, count, length, epoch in rows:
+            end = position + count
+            expected = end if truncates else max(state.length, end)
+            if length != expected:
+                raise BadAnswer(
+                    f"session {state.session_id}: expected length {expected}, got {length}"
+                )
+            state.history.write(position, token_ids[begin : begin + count])
+            if truncates:
+                state.history.cut(end)
+            state.epoch, begin = epoch, begin + count
 
 
 class StepPlan:
@@ -131,9 +147,9 @@ class StepPlan:
     def __init__(self, ask: StepAsk, identity: str, fixed: bytes) -> None:
         kind, options = ask.kind, ask.options
         count = kind.shape[0]
-        one: tuple[int, ...] = (1,)
-        specs: dict[str, wire.TensorSpec] = {"count": ("I32", one)}
-        specs |= dict.fromkeys(("position", "session_id", "epoch"), ("I64", one))
+        each: tuple[int, ...] = (len(ask.states),)
+        specs: dict[str, wire.TensorSpec] = {"count": ("I32", each)}
+        specs |= dict.fromkeys(("position", "session_id", "epoch"), ("I64", each))
         if ask.token_ids is not None:
             specs["token_ids"] = ("I64", (count,))
         residual = kind.dtype_name, kind.shape
@@ -147,8 +163,8 @@ class StepPlan:
         self.head = format_head(Request("POST", options.target, headers, body), fixed) + head
         self.staged = Staged(kind, ask.source) if kind.is_far else None
         told: dict[str, wire.TensorSpec] = {
-            "length": ("I64", one),
-            "epoch": ("I64", one),
+            "length": ("I64", each),
+            "epoch": ("I64", each),
             "dead": ("U8", (count,)),
             f"residual.{options.layers[0]}": residual,
         }
@@ -161,16 +177,16 @@ class StepPlan:
             self._places[name.partition(".")[0]] = slice(at, end)
             at = end
 
-    def pack(self, numbers: Sequence[int], token_ids: list[int] | None) -> bytes:
-        """Return the tensors behind the residual. numbers: count, position, session_id, epoch"""
-        values = dict(zip(("count", "position", "session_id", "epoch"), numbers, strict=True))
-        flat: list[int] = []
-        for name in self._order:
-            if name == "token_ids":
-                flat += token_ids or ()
-            else:
-                flat.append(values[name])
-        return self._form.pack(*flat)
+    def pack(self, ask: StepAsk) -> bytes:
+        """Return the tensors behind the residual."""
+        values: dict[str, list[int]] = {
+            "count": ask.counts,
+            "position": ask.positions,
+            "session_id": [state.session_id for state in ask.states],
+            "epoch": [state.epoch for state in ask.states],
+            "token_ids": ask.token_ids or [],
+        }
+        return self._form.pack(*chain.from_iterable([values[name] for name in self._order]))
 
     def find(self, answer: bytearray, end: int) -> tuple[int, int]:
         """See `Plan`."""
@@ -184,12 +200,15 @@ class StepPlan:
         places = self._places
         if body[: len(self._answer)] != self._answer:
             return False
-        ask.length = int.from_bytes(body[places["length"]], "little", signed=True)
-        ask.epoch = int.from_bytes(body[places["epoch"]], "little", signed=True)
+        ask.length = np.frombuffer(bytes(body[places["length"]]), np.int64)
+        ask.epoch = np.frombuffer(bytes(body[places["epoch"]]), np.int64)
         ask.dead = bytes(body[places["dead"]])
         ask.land(body[places["residual"]], self.staged)
         return True
 
+
+_TOKEN_BYTES = 48
+"""More than all that is said of a token beside its residual, asked or answered."""
 
 _LETTERS = {"I32": "i", "I64": "q"}
 
@@ -201,35 +220,62 @@ def step_ask(
     residual: Any,
     out: Any,
 ) -> StepAsk | None:
-    """Return the request of a step, its session locked and marked if it is pushed to.
+    """Return the request of a step, its sessions locked and marked if they are pushed to.
 
     None: it is for the protocol to make.
     """
-    if len(segments) != 1 or options.output != "residual" or len(options.layers) != 1:
+    if options.output != "residual" or len(options.layers) != 1 or options.stored:
         return None
-    segment = segments[0]
-    state = getattr(segment.session, "state", None)
     kind = direct.kind_of(residual)
-    if kind is None or state is None or options.stored:
+    if kind is None or not 0 < len(segments) <= kind.shape[0]:
         return None
-    if segment[4:] != (None, None, None, None):  # mask, lookback, hash_ids, epoch
+    if kind.num_bytes + kind.shape[0] * _TOKEN_BYTES > MAX_STEP_BYTES:
         return None
-    count, ids = kind.shape[0], segment.token_ids
-    if ids is not None:
-        if type(ids) not in (list, tuple) or len(ids) != count or {*map(type, ids)} != {int}:
-            return None
-        if not all(0 <= token < 1 << 31 for token in ids):  # for the service to refuse
-            return None
-    if segment.count not in (None, count) or (ids is None and segment.count is None):
+    taken = _columns(segments)
+    if taken is None or sum(taken[2]) != kind.shape[0]:
         return None
-    position = segment.position
-    if position is None:
-        position = state.length if ids is not None else state.length - count
-    if type(position) is not int or not state.history.origin <= position <= state.length:
-        return None
-    ask = direct.of(residual, out, kind, state.replica, StepAsk)
+    ask = direct.of(residual, out, kind, taken[0][0].replica, StepAsk)
     if not isinstance(ask, StepAsk):
         return None
-    ask.state, ask.options, ask.position = state, options, position
-    ask.token_ids = None if ids is None else list(ids)
+    ask.options = options
+    ask.states, ask.positions, ask.counts, ask.token_ids = taken
     return ask if ask.begin(direct.protocol) else None
+
+
+Columns = tuple[list[SessionState], list[int], list[int], list[int] | None]
+
+
+def _columns(segments: Sequence[Segment]) -> Columns | None:
+    """Return states, positions, counts and ids of segments; None: one of them is unusual."""
+    states, positions, counts, flat = list[SessionState](), list[int](), list[int](), list[int]()
+    for segment in segments:
+        session, ids, position, count = segment[:4]
+        state: SessionState | None = getattr(session, "state", None)
+        if state is None or segment[4:] != _PLAIN:
+            return None
+        if ids is not None:
+            if type(ids) is not list and type(ids) is not tuple:
+                return None
+            if count is not None and count != len(ids):
+                return None
+            count = len(ids)
+            flat += ids
+        if type(count) is not int or count < 1:
+            return None
+        if position is None:
+            position = state.length if ids is not None else state.length - count
+        if type(position) is not int or not state.history.origin <= position <= state.length:
+            return None
+        states.append(state)
+        positions.append(position)
+        counts.append(count)
+    if flat:
+        if len(flat) != sum(counts) or {*map(type, flat)} != {int}:
+            return None
+        if min(flat) < 0 or max(flat) >= 1 << 31:  # for the service to refuse
+            return None
+    return states, positions, counts, flat or None
+
+
+_PLAIN = (None, None, None, None)
+"""mask, lookback, hash_ids and epoch of a segment that has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import torch
 
 from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment
 from tests.unit.fake_service import Refusal
-from tests.unit.raw_server import Peer, answer
+from tests.unit.raw_server import Peer, RawServer, answer
 from tests.unit.speaking import Awaiting, Blocking, Speaking, never, plain, residual, talking
 
 
@@ -156,6 +157,90 @@ def test_refusals_are_the_protocols(kind: Any, service: Speaking) -> None:
         service.fake.refuse = lambda _: refusals.pop() if refusals else None
         decode(talk, 40)
         assert held(service, talk) == ([5, 6, 7, 8, 20, 30, 40],) * 2
+
+
+@pytest.mark.parametrize("ids", [[[9], [10, 11], (12,)], None])
+@pytest.mark.parametrize("truncate", [True, False])
+def test_several_sessions_are_the_protocols_request_and_answer(
+    kind: Any,
+    service: Speaking,
+    monkeypatch: pytest.MonkeyPatch,
+    ids: Any,
+    truncate: bool,
+) -> None:
+    with talking(kind, service) as talk:
+        found = []
+        for is_direct in (False, True):
+            sessions = [_again(talk) for _ in range(3)]
+            segments = [
+                Segment(session, token_ids=ids[i], position=4)
+                if ids
+                else Segment(session, position=i, count=(1, 2, 1)[i])
+                for i, session in enumerate(sessions)
+            ]
+            with monkeypatch.context() as patch:
+                if is_direct:
+                    never(patch)
+                else:
+                    patch.setattr(f"engram_client.{_module(kind)}.step_ask", lambda *_: None)
+                cuts = {"truncate": True} if truncate and ids else {}
+                result = talk.step(segments, (1,), residual=residual(4), **cuts)
+            states = [session.state for session in sessions]
+            body = service.bodies[-1]
+            for state in states:
+                assert state.unsettled is None
+                assert not state.lock.locked()
+                for known in (state.session_id, state.epoch, state.epoch - 1):
+                    body = body.replace(known.to_bytes(8, "little"), b"N")
+            length, epochs, *rest = told(result)
+            assert epochs == [state.epoch for state in states]
+            kept = [state.history.read(0, state.length).tolist() for state in states]
+            assert kept == [service.fake.sessions[state.session_id].ids for state in states]
+            found.append((length, rest, body, kept))
+        assert found[0] == found[1]
+
+
+def test_of_several_sessions_the_lost_one_is_opened_again(kind: Any, service: Speaking) -> None:
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        sessions = [_again(talk) for _ in range(3)]
+        del service.fake.sessions[sessions[1].state.session_id]
+        segments = [Segment(session, token_ids=[9]) for session in sessions]
+        told = talk.step(segments, (1,), residual=residual(3))
+        assert told.length.tolist() == [5, 5, 5]
+        assert [service.fake.sessions[s.state.session_id].ids for s in sessions] == [
+            [5, 6, 7, 8, 9]
+        ] * 3
+
+
+def test_a_session_twice_is_left_to_the_protocol(
+    service: Speaking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(Blocking, service) as talk:
+        decode(talk, 20)
+        never(monkeypatch)
+        with pytest.raises(AssertionError, match="the protocol was asked"):
+            talk.step([Segment(talk.session, token_ids=[9])] * 2, (1,), residual=residual(2))
+        assert not talk.session.state.lock.locked()
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_a_step_that_the_kernel_takes_in_parts_goes_whole(
+    where: str, service: Speaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 10_000
+    service.fake.max_tokens = count
+    ids, given = [i % 90 for i in range(count)], residual(count, np.float32)
+    assert given.nbytes > 300_000
+    with RawServer([service], tmp_path / "s" if where == "unix" else None) as server:
+        talk = Blocking(server.url)
+        decode(talk, 20)
+        with monkeypatch.context() as patch:
+            never(patch)
+            result = talk.step([Segment(talk.session, token_ids=ids)], (1,), residual=given)
+        again = talk.apply(1, given)
+        talk.close()
+    assert np.array_equal(result.tensors[1], again)
 
 
 def test_a_session_that_another_thread_pushes_to_is_waited_for(
