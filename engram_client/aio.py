@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from engram_client import verbs
 from engram_client.arrays import Array
-from engram_client.connection import CONNECT_TIMEOUT_S, MAX_IDLE, not_connected
+from engram_client.connection import (
+    CONNECT_TIMEOUT_S,
+    MAX_IDLE,
+    never_answered,
+    not_connected,
+)
 from engram_client.direct import MORE, OTHER, Answering, Ask, Direct, Plan
 from engram_client.direct_step import step_ask
 from engram_client.exchange import Effects, Pause
@@ -43,6 +48,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     """One connection, one request at a time; the loop receives into the reader's memory."""
 
     def __init__(self) -> None:
+        self.has_answered = False
         self.has_asked = False  # for shared memory
         self.region: Region | None = None
         self._transport: asyncio.Transport | None = None
@@ -55,9 +61,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no subclass
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the answer's next bytes go."""
         if self._asked is not None:
             return self._answering.space
         if self._is_idle():
@@ -66,6 +74,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Take note of them; bytes that nobody asked for end the connection."""
         if self._asked is not None:
             self._answered(nbytes, *self._asked)
             return
@@ -97,12 +106,15 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._fail(ConnectionLost("the connection was closed: by the service"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Fail whoever waits here."""
         self._fail(ConnectionLost(f"the connection was closed: {exc or 'by the service'}"))
 
     def pause_writing(self) -> None:
+        """Send no more for now: the transport holds what the kernel did not take."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
+        """Go on sending."""
         self._is_paused = False
         self._changed.set()
 
@@ -269,9 +281,15 @@ class AsyncConnectionPool:
         except TimeoutError as error:
             connection.close()
             raise ConnectionLost("no whole answer in time") from error
+        except ConnectionLost as error:
+            connection.close()
+            if connection.has_answered:
+                raise
+            raise never_answered(self._addresses[replica], error) from error
         except BaseException:
             connection.close()
             raise
+        connection.has_answered = True
         if response.keep_alive:
             self._give(replica, connection)
         else:

@@ -57,7 +57,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._fixed = fixed
         self.asks_memory = asks_memory
-        self.is_refused_memory = False
+        self.is_refused_memory = self.has_answered = False
         self._region: Region | None = None
         try:
             self._socket = _connect(address, context)
@@ -277,9 +277,15 @@ class ConnectionPool:
         connection = self._take(request.replica)
         try:
             response = connection.exchange(request, self._timeout_s)
+        except ConnectionLost as error:
+            connection.close()
+            if connection.has_answered:
+                raise
+            raise never_answered(self._addresses[request.replica], error) from error
         except BaseException:
             connection.close()
             raise
+        connection.has_answered = True
         if connection.is_refused_memory:
             self._shares_memory[request.replica] = False  # it is not offered there
         self._keep(request.replica, connection, response)
@@ -364,6 +370,13 @@ def not_connected(address: Address, error: Exception) -> ConnectionLost:
     if isinstance(error, ssl.SSLCertVerificationError):
         advice = "; ssl_context=ssl.create_default_context(cafile=FILE) trusts another certificate"
     return ConnectionLost(f"{address.url}: {error}{advice}", connected=False)
+
+
+def never_answered(address: Address, error: ConnectionLost) -> ConnectionLost:
+    """Return what the end of a connection without any answer is told as."""
+    if address.tls or address.path or isinstance(error.__cause__, TimeoutError):
+        return error
+    return ConnectionLost(f"{error}; a port that speaks https:// ends connections like this")
 
 
 def _connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:

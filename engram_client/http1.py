@@ -88,6 +88,7 @@ class Request:
 
     @property
     def body_bytes(self) -> int:
+        """Bytes of the body."""
         return sum(len(buffer) for buffer in self.body)
 
     @property

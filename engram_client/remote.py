@@ -60,4 +60,5 @@ class RemoteEngram(nn.Module):
         return updated
 
     def extra_repr(self) -> str:
+        """Tell the layer in the module's repr."""
         return f"layer_id={self.layer_id}"

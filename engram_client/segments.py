@@ -81,6 +81,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """T, of all segments."""
         return int(self.count.sum())
 
     def epochs(self) -> NDArray[np.int64]:

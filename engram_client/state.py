@@ -46,6 +46,7 @@ class SessionState:
 
     @property
     def length(self) -> int:
+        """How many positions it holds."""
         return self.history.length
 
     def dead(self, position: int, count: int) -> list[int]:

@@ -14,11 +14,14 @@ from service.desk import Desk
 from service.door import Door
 from service.fast_path import FastPath
 from service.openapi import describe_route, document
-from service.operations import OPERATIONS, PUSH, RESIDUAL, STEP
+from service.operations import HEALTH, LIVE, OPERATIONS, PUSH, READY, RESIDUAL, STEP
 from service.problems import MethodNotAllowed, NotFound
 from service.routes import HANDLERS
 from service.settings import Settings
 from service.state import Model, ServiceState
+
+_PROBES = frozenset((LIVE.path, READY.path, HEALTH.path))
+"""What load balancers ask, with HEAD too."""
 
 _OFTEN = frozenset((RESIDUAL.name, STEP.name, PUSH.name))
 
@@ -73,6 +76,8 @@ class App(FastAPI):
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer by a route. Raises NotFound, MethodNotAllowed, what the route raises."""
+        if scope.get("method") == "HEAD" and scope["path"] in _PROBES:
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
         try:
             await self.router(scope, receive, send)
         except HTTPException:

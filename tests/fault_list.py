@@ -900,15 +900,15 @@ FAULTS = (
     fault(
         "client-step-marks-nothing-in-doubt",
         "engram_client/direct_step.py",
-        "            state.unsettled = self.position if self.options.truncate else state.length\n",
-        "            pass\n",
+        "                state.unsettled = position if self.options.truncate else state.length\n",
+        "                pass\n",
         "tests/unit/test_client_direct_step.py",
     ),
     fault(
         "client-step-believes-any-length",
         "engram_client/direct_step.py",
-        "            if self.length != expected:\n",
-        "            if self.length < 0:\n",
+        "            if length != expected:\n",
+        "            if length < 0:\n",
         "tests/unit/test_client_direct_step.py",
     ),
     fault(

@@ -59,6 +59,15 @@ def test_live_ready_health(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == client.get("/health").json() == {"status": "ready"}
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health"])
+def test_probes_take_head_too(client: httpx.Client, path: str) -> None:
+    got, asked = client.get(path), client.head(path)
+    assert (asked.status_code, asked.content) == (200, b"")
+    assert asked.headers["content-length"] == got.headers["content-length"]
+    assert client.head("/v1/info").status_code == 405
+    assert client.get(path).json() == got.json()
+
+
 def test_metrics_are_prometheus_text(client: httpx.Client) -> None:
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -431,3 +431,26 @@ def test_a_certificate_that_is_not_known_says_how_it_would_be() -> None:
     assert "https://localhost:1" in str(error)
     assert "ssl_context=" in str(error)
     assert "ssl_context" not in str(not_connected(address, OSError("refused")))
+
+
+def test_a_port_that_answers_nothing_is_told_to_be_https_maybe(
+    exchange: Exchange, tmp_path: Path
+) -> None:
+    def close(peer: Peer) -> None:
+        peer.read_head()
+
+    def close_later(peer: Peer) -> None:
+        peer.read_head()
+        peer.send(answer(b"1"))
+        peer.read_head()
+
+    with RawServer([close]) as server, pytest.raises(ConnectionLost, match="https://"):
+        exchange(server.url, get())
+    with RawServer([close], tmp_path / "s") as server:
+        with pytest.raises(ConnectionLost) as told:
+            exchange(server.url, get())
+        assert "https" not in str(told.value)
+    with RawServer([close_later]) as server:
+        with pytest.raises(ConnectionLost) as told:
+            exchange(server.url, get(), get())
+        assert "https" not in str(told.value)
