@@ -21,7 +21,7 @@ from engram_core.errors import EngramError
 from service import operations, steps
 from service.access import Key
 from service.bodies import Headers, Inbox
-from service.calls import Call, find_shared
+from service.calls import Call
 from service.desk import ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Exchanges, Head, Line, answer_block
 from service.reads import StepRead, few_of
@@ -110,10 +110,10 @@ class StepRecall:
     def _answer_at_once(self, known: _Known, body: memoryview, line: Line, begun_s: float) -> bool:
         """Answer what the engine answers here and now; False: nothing was done."""
         transport = line.transport
-        if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
-            return False
-        received_s = perf_counter()
         try:
+            if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
+                return False
+            received_s = perf_counter()
             answered = _ask(steps.decode(body), known)
         except Exception:  # an exchange asks again, and tells it
             return False
@@ -144,15 +144,12 @@ class StepRecall:
         call.operation, call.peer, call.connection = operations.STEP, line.client, line
         try:
             read = StepRead(call, replace(known.options, client=call.client))
-            find_shared(call)
-            buffer = call.shared_body()
-            if buffer is None:
-                buffer = call.lease.buffer(known.num_bytes, "the body")
         except EngramError:
-            call.close()
             return False
-        line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
-        return True
+        exchange = self._exchanges.admit(line, call, read, known.num_bytes, known.told)
+        if exchange is not None:
+            line.begin(exchange, body)
+        return exchange is not None
 
 
 def _ask(views: steps.Views, known: _Known) -> tuple[float, steps.Views] | None:

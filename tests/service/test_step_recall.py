@@ -15,6 +15,7 @@ import uvloop
 
 from engram_client import wire
 from engram_core.backends import cpu
+from engram_core.errors import Internal
 from service.app import create_app
 from service.loading import load_model
 from service.settings import Settings
@@ -285,3 +286,19 @@ def test_steps_answered_at_once_are_counted_like_others(served: Served, door: In
     body = len(step(1, 1)["content"])
     assert float(received[1]) >= 5 * body
     assert float(sent[1]) >= 5 * 256
+
+
+def test_a_failed_device_is_told_behind_a_remembered_head(
+    served: Served, door: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = post(step(opened(door), 1))
+
+    def fail() -> None:
+        failure = Internal("the device is gone")
+        monkeypatch.setattr(served.model.engine._scheduler, "failure", failure)
+
+    first, second = served.ask(door, request, request, between=fail)
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert second.startswith(b"HTTP/1.1 503 ")
+    assert b"shard_down" in second
+    monkeypatch.undo()
