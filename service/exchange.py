@@ -19,10 +19,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engram_client import wire
 from engram_core.engine_types import StepAnswer
-from engram_core.errors import StepRefused
+from engram_core.errors import EngramError, StepRefused
 from service import bodies, problems
 from service.bodies import Buffer, Headers
-from service.calls import Call
+from service.calls import Call, find_shared
 from service.desk import GONE, Desk, answer_headers
 from service.problems import RequestTimeout
 from service.reads import TensorRead
@@ -113,6 +113,26 @@ class Exchanges:
         line.tenant = call.key.name if call.key else line.tenant
         self._state.enter()
         return Exchange(self, line, call, read, buffer, headers, keep_alive=keep_alive)
+
+    def admit(
+        self, line: Line, call: Call, read: TensorRead, num_bytes: int, headers: Headers
+    ) -> Exchange | None:
+        """Admit the body of a request whose head is known, and begin it: maybe with a refusal.
+
+        None: it is to be refused behind its body, the ordinary way.
+        """
+        found: TensorRead | Refusal = read
+        try:
+            find_shared(call)
+            buffer = call.shared_body()
+            if buffer is None:
+                buffer = call.lease.buffer(num_bytes, "the body")
+        except EngramError as error:
+            if num_bytes <= bodies.SMALL_BODY_BYTES:
+                call.close()
+                return None
+            found, buffer = self.refusal(call, error), self.scratch
+        return self.begin(line, call, found, buffer, headers)
 
     def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
         """Count a request out. Its record is made in the next turn: uvloop writes before that."""

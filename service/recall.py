@@ -25,7 +25,7 @@ from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
 from service.bodies import Headers, Inbox
-from service.calls import Call, find_shared
+from service.calls import Call
 from service.desk import ANSWER_HEADERS, SHARED_ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Exchanges, Head, Line, answer_block
 from service.reads import ReadForm, SingleRead, described
@@ -257,16 +257,10 @@ class Recall:
             position=asked.position,
             epoch=asked.epoch,
         )
-        try:
-            find_shared(call)
-            buffer = call.shared_body()
-            if buffer is None:
-                buffer = call.lease.buffer(known.num_bytes, "the body")
-        except EngramError:
-            call.close()
-            return False
-        line.begin(self._exchanges.begin(line, call, read, buffer, known.told), body)
-        return True
+        exchange = self._exchanges.admit(line, call, read, known.num_bytes, known.told)
+        if exchange is not None:
+            line.begin(exchange, body)
+        return exchange is not None
 
 
 def _shared_in(call: Call) -> tuple[str, str] | None:

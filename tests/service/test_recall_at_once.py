@@ -19,6 +19,7 @@ import uvloop
 from engram_client.http1 import Request, Response
 from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
+from service import bodies
 from service.app import create_app
 from service.desk import MAX_TALLIED
 from service.fast_path import FastPath
@@ -600,3 +601,34 @@ def test_another_model_forgets_where_bodies_were(
 
 class _Line:
     is_unix = False
+
+
+def test_a_large_body_without_room_is_refused_before_it_is_received(
+    tell: Callable[..., bytes],
+    attached: InProcess,
+    session_id: str,
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 100)
+    pool = attached.state.pool
+    request = read(session_id)
+    head = request[: request.index(b"\r\n\r\n") + 4]
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request)
+        await read_answer(reader)
+        pool.used_bytes += pool.total_bytes
+        try:
+            writer.write(head + b"x")
+            return await read_answer(reader)
+        finally:
+            pool.used_bytes -= pool.total_bytes
+            pool._waiting.clear()
+
+    known = tell(talk)
+    assert known.startswith(b"HTTP/1.1 429 ")
+    assert b"connection: close" in known
+    assert (seen.at_once, seen.begun) == (0, 1)
+    monkeypatch.setattr(FastPath, "recall", lambda *_: False)
+    assert plain(known) == plain(tell(talk))
