@@ -54,11 +54,10 @@ def describe_route(operation: Operation) -> dict[str, Any]:
 def document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document of the app."""
     if app.openapi_schema is None:
-        order = [operation.name for operation in OPERATIONS]
         schema = get_openapi(
             title=app.title,
             version=app.version,
-            routes=sorted(app.routes, key=lambda route: order.index(getattr(route, "name", ""))),
+            routes=app.routes,
             description="DeepSeek-V4.1 Engram: hash, gather, wkv and gate behind one interface.",
         )
         components = schema.setdefault("components", {})

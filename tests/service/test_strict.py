@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engram_core.errors import BadRequest, SchemaError
@@ -49,6 +52,23 @@ def test_query_that_is_not_understood_is_refused(raw: bytes) -> None:
 def test_missing_query_parameter_is_refused() -> None:
     with pytest.raises(SchemaError, match="position"):
         strict.query(b"", ["position"], ["position"])
+
+
+@given(st.text("ab_=&,.-0Z", max_size=20))
+def test_a_plain_query_is_read_as_any_other(text: str) -> None:
+    raw, known = text.encode(), ["a", "b", "_", "ab"]
+    with pytest.MonkeyPatch.context() as patch:
+        found = [_outcome(raw, known)]
+        patch.setattr(strict, "_PLAIN_QUERY", re.compile("(?!)"))
+        found.append(_outcome(raw, known))
+    assert found[0] == found[1]
+
+
+def _outcome(raw: bytes, known: list[str]) -> object:
+    try:
+        return strict.query(raw, known, [])
+    except SchemaError as error:
+        return error.message, error.expected, error.got
 
 
 def test_headers_of_others_are_not_looked_at() -> None:
