@@ -91,11 +91,9 @@ class InFlightPool:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether anybody may hold so many bytes for a moment; False: `take` decides."""
-        return (
-            num_bytes <= self.total_bytes - self.used_bytes
-            and num_bytes <= self.max_request_bytes
-            and not self._waiting
-        )
+        if num_bytes > min(self.total_bytes - self.used_bytes, self.max_request_bytes):
+            return False
+        return not self._waiting or not self._still_waiting()
 
     def take(self, tenant: str, num_bytes: int, what: str) -> None:
         """Admit bytes. Raises BodyTooLarge, Overloaded."""
@@ -128,6 +126,10 @@ class InFlightPool:
         """Whether the key would hold more than half while another waits."""
         if not self._waiting or self._held.get(tenant, 0) + num_bytes <= self.max_request_bytes:
             return False
+        return any(key != tenant for key in self._still_waiting())
+
+    def _still_waiting(self) -> dict[str, float]:
+        """Forget the keys that were refused and did not come again; return the others."""
         now = self._clock()
         self._waiting = {key: until for key, until in self._waiting.items() if until > now}
-        return any(key != tenant for key in self._waiting)
+        return self._waiting

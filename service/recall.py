@@ -141,7 +141,7 @@ class Recall:
             return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
         where, num_bytes = described(spec, "%d", "%d", "%d"), call.inbox.length or 0
-        place, shared = None, _shared_in(call)
+        place, shared = None, _shared_in(call) if spec[1][0] else None
         if shared is not None and call.shared is not None and call.shared.body is not None:
             where |= call.leave([call.shared.body])[0]
         elif num_bytes and call.shared is None:

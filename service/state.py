@@ -150,8 +150,8 @@ class ServiceState:
         return self.model
 
     def serves(self, model: Model) -> bool:
-        """Whether new work is for this model."""
-        return self._model is model and not self.is_draining
+        """Whether new work is for this model, which has not failed."""
+        return self._model is model and not self.is_draining and model.engine.failure is None
 
     def rest(self) -> None:
         """Give back the memory that is kept for large bodies, if none came for a while."""

@@ -91,3 +91,20 @@ def test_empty_bodies_always_fit(pool: InFlightPool) -> None:
     pool.lease("a").add(50, "body")
     pool.lease("a").add(50, "body")
     pool.lease("b").add(0, "body")
+
+
+def test_anybody_may_hold_bytes_for_a_moment_unless_there_is_no_room_or_somebody_waits(
+    pool: InFlightPool, clock: Clock
+) -> None:
+    assert pool.has_room(50)
+    assert not pool.has_room(51)
+    held = pool.lease("a")
+    held.add(50, "body")
+    pool.lease("b").add(45, "body")
+    assert not pool.has_room(6)
+    with pytest.raises(Overloaded):
+        pool.lease("c").add(6, "body")
+    held.close()
+    assert not pool.has_room(6)  # c's turn
+    clock.now += WAITING_S
+    assert pool.has_room(6)  # c did not come again

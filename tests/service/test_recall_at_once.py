@@ -19,6 +19,7 @@ import uvloop
 from engram_client.http1 import Request, Response
 from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
+from engram_core.errors import Internal
 from service import bodies
 from service.app import create_app
 from service.desk import MAX_TALLIED
@@ -632,3 +633,54 @@ def test_a_large_body_without_room_is_refused_before_it_is_received(
     assert (seen.at_once, seen.begun) == (0, 1)
     monkeypatch.setattr(FastPath, "recall", lambda *_: False)
     assert plain(known) == plain(tell(talk))
+
+
+def test_after_a_failure_it_is_refused(
+    tell: Callable[..., bytes],
+    attached: InProcess,
+    session_id: str,
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = read(session_id)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request)
+        await read_answer(reader)
+        failed = property(lambda _: Internal("the device is gone"))
+        monkeypatch.setattr(type(attached.state.model.engine), "failure", failed)
+        writer.write(request)
+        return await read_answer(reader)
+
+    answer = tell(talk)
+    monkeypatch.undo()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"code": "shard_down"' in answer
+    assert (seen.at_once, seen.begun) == (0, 0)
+
+
+def test_no_tokens_in_shared_memory_are_answered_every_time(
+    attached: InProcess, session_id: str, socket_folder: Path
+) -> None:
+    path = socket_folder / "none.sock"
+    headers = [
+        ("Content-Type", "application/octet-stream"),
+        ("X-Engram-Shape", "0,2,64"),
+        ("X-Engram-Dtype", "BF16"),
+        ("X-Engram-Shared-Body", "0,0"),
+        ("X-Engram-Shared-Answer", "0,0"),
+    ]
+    none = Request("POST", f"/v1/sessions/{session_id}/layers/1/residual?position=0", headers)
+
+    def ask() -> list[int]:
+        with SharedLine(f"unix:{path}") as line:
+            return [line.send(none).status for _ in range(3)]
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.close()
+        found.extend(await asyncio.to_thread(ask))
+        return b""
+
+    found: list[int] = []
+    attached.runner.run(talk_to(attached, talk, Wire(path=path)))
+    assert found == [200, 200, 200]
