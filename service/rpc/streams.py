@@ -184,11 +184,11 @@ class _Stream:
         if step is None or model is None or not self._state.serves(model):
             return None
         num_bytes = len(step.residual)
-        place = self._place.of(model, num_bytes)
-        if place is None or not self._state.pool.has_room(len(raw) + num_bytes):
-            return None
-        place[:] = step.residual
         try:
+            place = self._place.of(model, num_bytes)
+            if place is None or not self._state.pool.has_room(len(raw) + num_bytes):
+                return None
+            place[:] = step.residual
             read = OneRead(
                 session_id=step.session_id,
                 position=step.position,

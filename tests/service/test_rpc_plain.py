@@ -17,6 +17,7 @@ from engram_client.proto import engram_pb2 as pb
 from engram_core.backends import cpu
 from service.app import create_app
 from service.loading import load_model
+from service.problems import ShardDown
 from service.rpc import calls, messages
 from service.rpc.plain import PlainSteps, plain_of
 from service.rpc.server import NAME
@@ -364,6 +365,29 @@ def test_a_stream_that_ends_while_an_answer_is_on_its_way_tells_why(
         return str(told.value.code().name)
 
     assert rpc.http.runner.run(ask()) == "UNAVAILABLE"
+
+
+def test_a_remembered_step_after_a_failure_is_refused_like_another(
+    attached: tuple[Rpc, Any], session: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc, _ = attached
+
+    def fail(_: object) -> Any:
+        raise ShardDown("the device has failed")
+
+    async def ask() -> list[str]:
+        call = rpc.channel.stream_stream(f"/{NAME}/Stream")()
+        codes = []
+        for raw in plain_bytes(session, 8, 2):
+            await call.write(raw)
+            codes.append(pb.StepReply.FromString(await call.read()).problem.code)
+            monkeypatch.setattr(type(rpc.state), "pool", property(fail))
+        monkeypatch.undo()
+        await call.done_writing()
+        assert await call.read() is aio.EOF
+        return codes
+
+    assert rpc.http.runner.run(ask()) == ["", "shard_down"]
 
 
 def test_what_is_begun_runs_at_once_and_tells_how_it_ends(runner: asyncio.Runner) -> None:
