@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from bench_service import Recording, Turns, quantiles
+from bench_service import Turns, quantiles
 from served import Served, serving
 
 from engram_client import EngramClient, Segment
@@ -166,20 +167,29 @@ class Bench:
         return found
 
     def one_sequence(self) -> dict[str, Any]:
-        """A decode step with a kv miss, host memory: its time by (bare echo + its own compute)."""
+        """A decode step with a kv miss, host memory: its time by (bare echo + its own compute).
+
+        The compute is the mean that the service's metrics tell of the stages of its steps.
+        """
         rng = np.random.default_rng(5)
         x = self.residual(1).cpu()
         echo = Bare(self.echo.urls["tcp"], "cpu", x.numel() * 2)
-        with Recording(self.served.urls["tcp"], "one") as client:
+        with EngramClient(self.served.urls["tcp"]) as client:
             session = client.open_session()
+            before = self.stage_sums()
 
             def step() -> None:
                 segment = Segment(session, token_ids=rng.integers(0, self.vocabulary, 1))
                 client.step([segment], self.layers[:1], residual=x)
 
             turns = Turns(echo=echo, step=step)
-            turns.take(int(1000 * self.scale))
-        stages = {name: median(times) * 1e6 for name, times in client.stages.items()}
+            rounds = int(1000 * self.scale)
+            turns.take(rounds)
+        num_steps = rounds + rounds // 10
+        stages = {
+            name: (after - before.get(name, 0.0)) / num_steps * 1e6
+            for name, after in self.stage_sums().items()
+        }
         own = ("store", "hash_gather", "wkv", "h2d", "gate", "d2h", "project")
         compute = sum(value for name, value in stages.items() if name in own)
         times = {name: quantiles(each) for name, each in turns.times.items()}
@@ -190,6 +200,13 @@ class Bench:
             "compute": round(compute, 1),
             "by_anchor": round(times["step"]["p50"] / anchor, 2),
         }
+
+    def stage_sums(self) -> dict[str, float]:
+        """Seconds that each stage has taken so far."""
+        with urllib.request.urlopen(f"{self.served.urls['tcp']}/metrics") as answer:
+            text = answer.read().decode()
+        found = re.findall(r'^engram_stage_seconds_sum\{stage="(\w+)"\} (\S+)$', text, re.M)
+        return {name: float(value) for name, value in found}
 
     def throughput(self) -> dict[str, Any]:
         """kv misses, tokens a second: one sequence; 64 over 1 and 8 connections and 64 sockets."""
