@@ -85,6 +85,11 @@ class Inbox:
         self.num_bytes += len(body)
         return body
 
+    async def left(self) -> None:
+        """Wait until the client has left; its whole body is here."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
     async def read_on(self, seconds: float) -> None:
         """Throw away what still comes, for so long at most."""
         try:

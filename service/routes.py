@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
@@ -17,9 +18,11 @@ from engram_core.engine_types import (
     EPOCH_OPENED,
     PushResult,
     SessionState,
+    StepAnswer,
 )
 from engram_core.errors import SchemaError, StepRefused
 from service import operations, schemas, status_page, strict, verbs
+from service.bodies import ClientGoneError
 from service.calls import BufferAnswer, Call, Handler
 from service.info import describe
 from service.metrics import CONTENT_TYPE
@@ -120,12 +123,31 @@ async def read_tensors(call: Call) -> Response:
     try:
         future = read.submit(body)
         # What is answered already (output none) costs no turn of the loop.
-        answer = future.result() if future.done() else await asyncio.wrap_future(future)
+        answer = future.result() if future.done() else await _answer_of(call, future)
     except StepRefused as refused:
         raise read.refusal(refused) from None
     call.stages.update(answer.stages)
     headers, buffers = read.answer(answer)
     return BufferAnswer(call, buffers, wire.TENSOR_MEDIA, headers)
+
+
+async def _answer_of(call: Call, future: Future[StepAnswer]) -> StepAnswer:
+    """Wait for an answer; one that waits for ids (`wait_ms`) only as long as its client is there.
+
+    Raises ClientGoneError, what the step is refused for.
+    """
+    answer = asyncio.wrap_future(future)
+    if "wait_ms" not in call.query:
+        return await answer
+    left = asyncio.ensure_future(call.inbox.left())
+    try:
+        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientGoneError
+        return answer.result()
+    finally:
+        left.cancel()
+        future.cancel()
 
 
 async def weights(call: Call) -> Response:

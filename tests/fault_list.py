@@ -722,6 +722,13 @@ FAULTS = (
         "tests/service/test_heap.py",
     ),
     fault(
+        "waiting-read-outlives-its-client",
+        "service/routes.py",
+        '    if "wait_ms" not in call.query:\n',
+        "    if True:\n",
+        "tests/service/test_bodies.py",
+    ),
+    fault(
         "weights-are-decoded-for-nobody",
         "service/bodies.py",
         "        if num_sent < num_bytes and is_gone():\n",

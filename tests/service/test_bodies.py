@@ -155,3 +155,18 @@ def test_chunked_tensor_needs_a_length(door: InProcess) -> None:
     request = RawRequest("POST", "/v1/step?output=none", headers, [part(b"", more=False)])
     ask(door, request)
     assert code(request) == (411, "length_required")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_read_that_waits_ends_with_its_client(door: InProcess, is_there: bool) -> None:
+    session = door.open()["session_id"]
+    path = f"/v1/sessions/{session}/layers/1/kv?position=0&wait_ms={1 if is_there else 1000}"
+    request = RawRequest("GET", path, {}, [part(b"", more=False)], then_wait=is_there)
+    ask(door, request)
+    counts = door.state.metrics.exposition().decode()
+    if is_there:
+        assert code(request) == (409, "not_pushed")
+    else:
+        assert (request.sent, request.aborted) == ([], True)
+        assert '"client_gone"' in counts
+    assert (door.state.num_active, door.state.pool_bytes) == (0, 0)
