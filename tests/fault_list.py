@@ -296,6 +296,21 @@ FAULTS = (
         f"{AT_ONCE}::test_a_removed_key_is_refused",
     ),
     fault(
+        "recall-after-a-failure",
+        "service/state.py",
+        " and not self.is_draining and model.engine.failure is None",
+        " and not self.is_draining",
+        f"{AT_ONCE}::test_after_a_failure_it_is_refused",
+    ),
+    fault(
+        "room-is-kept-for-a-key-that-left",
+        "service/admission.py",
+        "        return not self._waiting or not self._still_waiting()\n",
+        "        return not self._waiting\n",
+        "tests/service/test_admission.py"
+        "::test_anybody_may_hold_bytes_for_a_moment_unless_there_is_no_room_or_somebody_waits",
+    ),
+    fault(
         "recall-inside-another-request",
         "service/transport.py",
         "        if self._is_between and (",
