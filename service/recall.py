@@ -24,6 +24,7 @@ from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
+from service.admission import InFlightPool
 from service.bodies import Headers, Inbox
 from service.calls import Call
 from service.desk import ANSWER_HEADERS, SHARED_ANSWER_HEADERS, AtOnce, Desk
@@ -66,6 +67,7 @@ class _Known:
     key: Key
     headers: dict[str, str]
     form: ReadForm
+    pool: InFlightPool
     told: Headers
     num_bytes: int
     layers: Mapping[bytes, int]
@@ -155,6 +157,7 @@ class Recall:
             key=call.key,
             headers=call.headers,
             form=read.form,
+            pool=self._state.pool,
             told=told,
             num_bytes=num_bytes,
             layers={b"%d" % layer: index for index, layer in enumerate(layer_ids)},
@@ -194,7 +197,7 @@ class Recall:
         body = self._body_of(known, line)
         if body is None:
             return False
-        if transport.get_write_buffer_size() or not self._state.pool.has_room(len(body)):
+        if transport.get_write_buffer_size() or not known.pool.has_room(len(body)):
             return False
         if known.shared is None:
             body[:] = memoryview(data)[asked.begin :]

@@ -334,7 +334,7 @@ FAULTS = (
     fault(
         "recall-without-room",
         "service/recall.py",
-        " or not self._state.pool.has_room(len(body))",
+        " or not known.pool.has_room(len(body))",
         "",
         f"{AT_ONCE}::test_without_room_it_is_refused",
     ),
