@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 from engram_core.backends.base import Backend, NearRead
-from engram_core.hashing import compress_few
+from engram_core.hashing import DEAD, compress_few
 from engram_core.kv_store import KvStore
 from engram_core.near import Near
 from engram_core.sessions import SessionPool, Spot
@@ -153,6 +153,28 @@ class DirectReads:
                 pool.append(spot, segment[2])
         lengths, epochs = [spot.length for spot in spots], [spot.epoch for spot in spots]
         return FewAnswer(lengths, epochs, layer.dead(num_tokens), gate_s)
+
+    def append(
+        self, tenant: str, segments: list[tuple[int, int, int, int]], token_ids: list[int]
+    ) -> tuple[FewAnswer, list[Spot]] | None:
+        """Append ids to a few sessions; None: that is not all, nothing is changed."""
+        ids, pool = compress_few(token_ids, self._backend.hash_tables), self._pool
+        if ids is None or len({segment[0] for segment in segments}) != len(segments):
+            return None
+        if not pool.has_room(len(ids)) or sum(segment[2] for segment in segments) != len(ids):
+            return None
+        spots, first = list[Spot](), 0
+        for session_id, position, count, epoch in segments:
+            own = ids[first : first + count]
+            spot = pool.spot_behind(tenant, session_id, position, own, epoch)
+            if spot is None or not count:
+                return None
+            spots.append(spot)
+            first += count
+        for spot, segment in zip(spots, segments, strict=True):
+            pool.append(spot, segment[2])
+        lengths, epochs = [spot.length for spot in spots], [spot.epoch for spot in spots]
+        return FewAnswer(lengths, epochs, bytes(token == DEAD for token in ids), 0.0), spots
 
     def _layer_of(self, read: OneRead | Few, count: int) -> NearRead | None:
         """Return what reads a layer here, None if nothing does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -276,6 +276,37 @@ class Engine:
                 if answer is not None and token_ids is not None:
                     for session_id, _, count, _ in read.segments:
                         self._steps.appended(tenant, session_id, count)
+        finally:
+            self._steps.tell()
+        return answer
+
+    def append_few(
+        self,
+        tenant: str,
+        segments: list[tuple[int, int, int, int]],
+        token_ids: list[int],
+        *,
+        client: Hashable = "",
+        layer_indices: tuple[int, ...] = (),
+    ) -> FewAnswer | None:
+        """Append ids to a few sessions here and now, if that is all there is to do; None: it is
+        not, nothing was changed, `step` does it.
+
+        segments: as in `Few`; layer_indices: whose kv is to be worked ahead, for whom
+        """
+        try:
+            with self._lock:
+                if self._is_closed or self._scheduler.failure is not None:
+                    return None
+                done = self._direct.append(tenant, segments, token_ids)
+                if done is None:
+                    return None
+                answer, spots = done
+                for session_id, _, count, _ in segments:
+                    self._steps.appended(tenant, session_id, count)
+                if layer_indices:
+                    rows = [spot.row for spot in spots]
+                    self._steps.work_ahead_of(tenant, client, layer_indices, rows, segments)
         finally:
             self._steps.tell()
         return answer

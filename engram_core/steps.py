@@ -59,6 +59,23 @@ class Steps:
         self.counts["tokens_pushed"] += count
         self.changed([(tenant, session_id)])
 
+    def work_ahead_of(
+        self,
+        tenant: str,
+        client: Hashable,
+        layers: tuple[int, ...],
+        rows: list[int],
+        segments: list[tuple[int, int, int, int]],
+    ) -> None:
+        """As `work_ahead`, of plain appends. segments: as `direct.Few` has them; rows: theirs"""
+        _, position, count, _ = (
+            np.array(part, dtype=np.int64) for part in zip(*segments, strict=True)
+        )
+        if int(count.sum()) <= self._ahead_tokens:
+            windows = self._pool.windows(np.array(rows, dtype=np.int64), position, count)
+            read, longest = read_history(windows, self._tables), int(count.max())
+            self._dispatch.work_ahead(tenant, client, layers, read, longest=longest)
+
     def work_ahead(
         self,
         tenant: str,

@@ -26,6 +26,9 @@ from service.calls import Call, check_layer
 from service.operations import Operation
 from service.state import Model
 
+PUSH_TOKENS = 64
+"""Longer pushes are checked by arrays, which are quicker."""
+
 
 class TensorRead(Protocol):
     """A tensor request whose head is checked."""
@@ -190,8 +193,13 @@ class StepRead:
         geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
         step = steps.one_step_of(views, self.options, geometry, most_tokens)
         if step is None:
-            few = steps.few_steps_of(views, self.options, geometry, most_tokens)
-            given = None if few is None else read_few_at_once(call, model, few)
+            if self.options.output is Output.NONE:
+                most_tokens = min(PUSH_TOKENS, model.limits.max_tokens)
+                few = steps.pushes_of(views, self.options, most_tokens)
+                given = None if few is None else push_at_once(call, model, few, self.options)
+            else:
+                few = steps.few_steps_of(views, self.options, geometry, most_tokens)
+                given = None if few is None else read_few_at_once(call, model, few)
             if few is None or given is None:
                 return None
             return call.leave(wire.encode_tensors(steps.few_answer_views(few, given)))
@@ -303,6 +311,29 @@ def few_of(step: steps.FewSteps, model: Model) -> Few | None:
         return None
     layer_index = model.checkpoint.geometry.layer_index(step.layer)
     return Few(step.segments, layer_index, address, step.spec[0] == "F32")
+
+
+def push_few(
+    tenant: str, model: Model, step: steps.FewSteps, options: steps.StepOptions
+) -> FewAnswer | None:
+    """Push a few segments here and now; None: nothing was changed, a step does it."""
+    assert step.token_ids is not None
+    index = model.checkpoint.geometry.layer_index
+    layers = tuple(index(layer) for layer in options.layers) if options.ahead else ()
+    return model.engine.append_few(
+        tenant, step.segments, step.token_ids, client=options.client, layer_indices=layers
+    )
+
+
+def push_at_once(
+    call: Call, model: Model, step: steps.FewSteps, options: steps.StepOptions
+) -> FewAnswer | None:
+    """As `read_few_at_once`, of pushes."""
+    begun_s = time.perf_counter()
+    answer = push_few(call.tenant, model, step, options)
+    if answer is not None:
+        call.stages["check"] = time.perf_counter() - begun_s
+    return answer
 
 
 def read_few_at_once(call: Call, model: Model, step: steps.FewSteps) -> FewAnswer | None:

@@ -143,7 +143,7 @@ def _are_plain(views: Views, options: StepOptions) -> bool:
 
 
 class FewSteps(NamedTuple):
-    """A step of a few segments that reads a residual; the rest as in `OneStep`.
+    """A step of a few segments that reads a residual, or only pushes; the rest as in `OneStep`.
 
     segments: session id, position, number of tokens, epoch of each
     """
@@ -166,9 +166,34 @@ def few_steps_of(
     counts = views.get("count")
     if counts is None or len(counts.shape) != 1 or not _are_plain(views, options):
         return None
-    residual, ids, size = views["residual"], views.get("token_ids"), counts.shape[0]
-    if not 1 < size <= MAX_FEW:
+    residual, size = views["residual"], counts.shape[0]
+    found = _segments_in(views, size) if 1 < size <= MAX_FEW else None
+    if found is None:
         return None
+    segments, token_ids, total = found
+    if total > most_tokens or residual.shape != (total, geometry.hc_mult, geometry.dim):
+        return None
+    return FewSteps(segments, token_ids, options.layers[0], residual.spec, residual.data)
+
+
+def pushes_of(views: Views, options: StepOptions, most_tokens: int) -> FewSteps | None:
+    """Read a step of 1..MAX_FEW segments that only pushes; None as `one_step_of`."""
+    counts = views.get("count")
+    if options.output is not Output.NONE or options.truncate or counts is None:
+        return None
+    if len(views) != 4 + ("epoch" in views) or "token_ids" not in views or len(counts.shape) != 1:
+        return None
+    found = _segments_in(views, counts.shape[0]) if 0 < counts.shape[0] <= MAX_FEW else None
+    if found is None or found[2] > most_tokens:
+        return None
+    return FewSteps(found[0], found[1], -1, ("", ()), memoryview(b""))
+
+
+def _segments_in(
+    views: Views, size: int
+) -> tuple[list[tuple[int, int, int, int]], list[int] | None, int] | None:
+    """Return segments as `FewSteps` has them, their ids, and how many tokens they are."""
+    ids = views.get("token_ids")
     numbers = {"epoch": (EPOCH_OPENED,) * size}
     for name, dtype in _ONE.items():
         view = views.get(name)
@@ -181,42 +206,27 @@ def few_steps_of(
     if min(numbers["session_id"]) < 1 or min(numbers["epoch"]) < EPOCH_OPENED:
         return None
     total = sum(numbers["count"])
-    if total > most_tokens or residual.shape != (total, geometry.hc_mult, geometry.dim):
-        return None
     token_ids = None
     if ids is not None:
         if ids.shape != (total,) or ids.dtype not in _LETTERS:
             return None
         token_ids = list(struct.unpack(f"<{total}{_LETTERS[ids.dtype]}", ids.data))
-    return FewSteps(
-        segments=list(
-            zip(
-                numbers["session_id"],
-                numbers["position"],
-                numbers["count"],
-                numbers["epoch"],
-                strict=True,
-            )
-        ),
-        token_ids=token_ids,
-        layer=options.layers[0],
-        spec=residual.spec,
-        residual=residual.data,
-    )
+    columns = (numbers[name] for name in ("session_id", "position", "count", "epoch"))
+    return list(zip(*columns, strict=True)), token_ids, total
 
 
 def few_answer_views(step: FewSteps, answer: FewAnswer) -> dict[str, TensorView]:
     """Return the tensors of the answer to a few segments, as `answer_views` does."""
     (dtype, shape), size = step.spec, len(step.segments)
     numbers = {"length": answer.lengths, "epoch": answer.epochs}
-    return {
-        **{
-            name: TensorView("I64", (size,), memoryview(struct.pack(f"<{size}q", *values)))
-            for name, values in numbers.items()
-        },
-        "dead": TensorView("U8", (len(answer.dead),), memoryview(answer.dead)),
-        f"{Output.RESIDUAL}.{step.layer}": TensorView(dtype, shape, step.residual),
+    views = {
+        name: TensorView("I64", (size,), memoryview(struct.pack(f"<{size}q", *values)))
+        for name, values in numbers.items()
     }
+    views["dead"] = TensorView("U8", (len(answer.dead),), memoryview(answer.dead))
+    if dtype:
+        views[f"{Output.RESIDUAL}.{step.layer}"] = TensorView(dtype, shape, step.residual)
+    return views
 
 
 def one_answer_views(step: OneStep, answer: OneAnswer) -> dict[str, TensorView]:

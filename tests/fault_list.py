@@ -1221,6 +1221,27 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_a_few_segments_that_are_refused_renew_nothing",
     ),
     fault(
+        "one-session-appended-to-twice-by-a-few-pushes",
+        "engram_core/direct.py",
+        "        if ids is None or len({segment[0] for segment in segments}) != len(segments):\n",
+        "        if ids is None:\n",
+        "tests/service/test_step_at_once.py::test_pushes_that_are_unusual_are_answered_as_ever",
+    ),
+    fault(
+        "pushes-with-a-mask-at-once",
+        "service/steps.py",
+        '    if len(views) != 4 + ("epoch" in views) or ',
+        "    if ",
+        "tests/service/test_step_at_once.py::test_pushes_that_are_unusual_are_answered_as_ever",
+    ),
+    fault(
+        "direct-appends-are-not-worked-ahead",
+        "engram_core/engine.py",
+        "                if layer_indices:\n",
+        "                if layer_indices is None:\n",
+        "tests/laws/test_direct_reads.py::test_what_is_appended_directly_is_worked_ahead",
+    ),
+    fault(
         "work-ahead-before-the-turn-s-reads",
         "engram_core/near.py",
         "        for urgency, layer in sorted(batches):\n",

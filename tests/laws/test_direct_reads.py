@@ -612,3 +612,83 @@ def test_a_few_segments_that_are_refused_renew_nothing(
             assert (answer is None) == (num_expired == 2)
             clock.now_s += 6
             assert engine.sweep() == num_expired
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_few_pushes_after_any_program(backend: Backend, official_dir: Path, seed: int) -> None:
+    """Directly they give the states, answers and refusals of the general way."""
+    rng = random.Random(300 + seed)
+    plain = load(open_checkpoint(official_dir), num_slots=96)
+    clock = Clock()
+    limits = replace(LIMITS, max_held_tokens=1500, ahead_tokens=16)
+    direct = Reads(attached(backend, clock, limits))
+    general = Reads(attached(plain, clock, replace(limits, near_tokens=0)))
+    num_direct, names = 0, list(range(1, 6))
+    with direct.engine, general.engine:
+        engines = direct.engine, general.engine
+        for session_id in names:
+            start = session_id * 63 % 256
+            opening = OpenRequest(session_id, start, (None,) * min(3, start))
+            for engine in engines:
+                engine.open("", opening)
+        for _ in range(400):
+            for session_id in names:
+                state = direct.engine.get("", session_id)
+                if rng.random() < 0.05 or state.length > 280:
+                    for engine in engines:
+                        engine.rewind("", session_id, state.base, state.epoch)
+            segments = any_segments(direct.engine, rng, "", names, distinct=rng.random() < 0.9)
+            total = sum(count for _, _, count, _ in segments)
+            ids = [rng.randrange(12) for _ in range(total)]
+            held = [state_of(direct.engine, "", name) for name in names]
+            ahead = (0, 1) if rng.random() < 0.5 else ()
+            answer = direct.engine.append_few("", segments, ids, layer_indices=ahead)
+            if answer is None:
+                assert [state_of(direct.engine, "", name) for name in names] == held
+                first = pushed(direct, segments, ids)
+            else:
+                num_direct += 1
+                first = answer.lengths, answer.epochs, answer.dead
+            assert first == pushed(general, segments, ids)
+            assert [state_of(direct.engine, "", name) for name in names] == [
+                state_of(general.engine, "", name) for name in names
+            ]
+        direct.end_turn()
+        assert direct.engine.drain(10)
+        assert direct.engine.counters["ahead_tokens"] > 0
+    assert num_direct > 100
+    plain.close()
+
+
+def pushed(reads: Reads, segments: list[tuple[int, int, int, int]], ids: list[int]) -> object:
+    columns = (np.array(column) for column in zip(*segments, strict=True))
+    session_id, position, count, epoch = columns
+    asked = Segments(
+        count.astype(np.int32), position, session_id, epoch, token_ids=np.array(ids, np.int64)
+    )
+    try:
+        request = StepRequest(asked, Output.NONE, reads.engine.geometry.layer_ids, ahead=False)
+        told = reads.engine.step("", request).result(10)
+    except EngramError as error:
+        return error.code, error.message
+    return told.length.tolist(), told.epoch.tolist(), told.dead.tobytes()
+
+
+def test_what_is_appended_directly_is_worked_ahead(
+    backend: Backend, projecting: ProjectingNear
+) -> None:
+    reads = Reads(attached(backend, limits=replace(LIMITS, ahead_tokens=16)))
+    with reads.engine as engine:
+        sessions = [engine.open("", OpenRequest()).session_id for _ in range(2)]
+        for session_id in sessions:
+            engine.push("", session_id, 0, np.arange(3), ahead=False)
+        segments = [(session_id, 3, 2, EPOCH_OPENED) for session_id in sessions]
+        before = engine.counters["kv_misses"]
+        assert engine.append_few("", segments, [5, 6, 7, 8], layer_indices=(0, 1)) is not None
+        reads.end_turn()
+        assert engine.drain(10)
+        misses = engine.counters["kv_misses"]
+        assert misses > before
+        residual = reads.residual(4, torch.bfloat16)
+        assert engine.read_few("", Few(segments, 1, residual.data_ptr(), False), None) is not None
+        assert engine.counters["kv_misses"] == misses

@@ -33,11 +33,11 @@ class Attached:
     def __init__(self, door: InProcess, engine: Engine, near: ProjectingNear) -> None:
         self.door, self.engine, self.near = door, engine, near
         self.num_at_once = 0
-        for name in ("read_residual", "push_residual", "read_few"):
+        for name in ("read_residual", "push_residual", "read_few", "append_few"):
             setattr(engine, name, partial(self._count, getattr(engine, name)))
 
-    def _count(self, ask: Callable[..., Any], *arguments: Any) -> Any:
-        answer = ask(*arguments)
+    def _count(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        answer = ask(*arguments, **options)
         self.num_at_once += answer is not None
         return answer
 
@@ -295,6 +295,73 @@ def test_a_few_segments_that_are_unusual_are_answered_as_ever(
             if not is_plain:
                 patch.setattr("service.steps.few_steps_of", lambda *_: None)
             answer = attached.ask(**asked)
+        assert attached.num_at_once == before
+        lengths = [attached.engine.get("", session).length for session in sessions]
+        text = masked(answer.text) if answer.status_code >= 400 else "fine"
+        answers.append((answer.status_code, text, lengths))
+    assert answers[0] == answers[1]
+
+
+PUSHES = [[1], [3], [1, 1], [2, 1, 3], [1] * 32]
+
+
+@pytest.mark.parametrize("query", ["output=none", "output=none&layers=14&ahead=false"])
+@pytest.mark.parametrize("counts", PUSHES)
+def test_pushes_alone_give_the_bytes_of_the_general_way(
+    attached: Attached, query: str, counts: list[int]
+) -> None:
+    answers = []
+    for is_plain in (True, False):
+        sessions = [open_at_four(attached)[0] for _ in counts]
+        ids = (np.arange(sum(counts)) * 5 % 11).astype(np.int64)
+        asked = few(attached, sessions, 4, counts, token_ids=ids)
+        del asked["residual"]
+        before = attached.num_at_once
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_plain:
+                patch.setattr("service.steps.pushes_of", lambda *_: None)
+            answer = attached.ask(query, **asked)
+        assert attached.num_at_once - before == is_plain
+        assert answer.status_code == 200, answer.text
+        views = wire.decode_tensors(answer.content)
+        assert list(views) == ["length", "epoch", "dead"]
+        answers.append({name: bytes(v.data) for name, v in views.items() if name != "epoch"})
+        lengths = [attached.engine.get("", session).length for session in sessions]
+        assert lengths == [4 + count for count in counts]
+        attached.engine.close_tenant("")
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("query", "changes"),
+    [
+        ("output=none", {"count": i32(1, 0)}),
+        ("output=none", {"position": i64(4, 3)}),
+        ("output=none", {"epoch": i64(77, -1)}),
+        ("output=none", {"token_ids": i64(3, 10**9)}),
+        ("output=none", {"mask": np.array([1, 0], np.uint8)}),
+        ("output=none", {"lookback": i32(1, 2, 3).reshape(1, 3)}),
+        ("output=none&on_conflict=truncate", {}),
+        ("output=none&layers=9", {}),
+        ("output=none", {"same": True}),
+    ],
+)
+def test_pushes_that_are_unusual_are_answered_as_ever(
+    attached: Attached, query: str, changes: dict[str, Any]
+) -> None:
+    answers = []
+    for is_plain in (True, False):
+        sessions = [open_at_four(attached)[0] for _ in range(2)]
+        if changes.get("same"):
+            sessions[1] = sessions[0]
+        asked = {**few(attached, sessions, 4, [1, 1], token_ids=i64(7, 8)), **changes}
+        asked.pop("same", None)
+        del asked["residual"]
+        before = attached.num_at_once
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_plain:
+                patch.setattr("service.steps.pushes_of", lambda *_: None)
+            answer = attached.ask(query, **asked)
         assert attached.num_at_once == before
         lengths = [attached.engine.get("", session).length for session in sessions]
         text = masked(answer.text) if answer.status_code >= 400 else "fine"
