@@ -1,13 +1,15 @@
-// The projection over wkv as stored on Hopper, T <= 64: wgmma with the decoded weights as the
-// register operand (up to 8 tokens mma.sync: its chain of steps is shorter, and no warp waits for
-// three others). The same bits as project_stored.cu (one f32 accumulator a value, k ascending).
+// The projection over wkv as stored on Hopper, 9 to 64 tokens (fewer: project_decode.cu): wgmma
+// with the decoded weights as the register operand. The same bits as project_stored.cu (one f32
+// accumulator a value, k ascending).
 //
-// A block is three warpgroups of four tiles each, one tile a warp, and a fourth warpgroup that
-// brings the tokens of a stage (256 k) into a ring in shared memory. Tiles that are over when every
-// warpgroup of every multiprocessor has its four (16 of 1600 on 132 multiprocessors) go one to a
-// block: its fourth warpgroup decodes a quarter of their k each warp, hands the fragments round
-// through shared memory and multiplies them by mma.sync, eight tokens a warp in turn. So a quarter
-// of a multiprocessor has 3 or 3.25 tiles to decode, instead of 3 or 4.
+// A block is three warpgroups of four tiles each, one tile a warp, and a warp that brings the
+// tokens of a stage (256 k) into a ring in shared memory. Every warp brings its weights itself
+// (shared_streams.cuh). Tiles that are over when every warpgroup of every multiprocessor has its
+// four (16 of 1600 on 132 multiprocessors) go one to a block: a fourth warpgroup decodes a quarter
+// of their k each warp into shared memory, and multiplies from there by wgmma, of whose 64 rows the
+// tile is 16. So a quarter of a multiprocessor has 3 or 3.25 tiles to decode, instead of 3 or 4.
+#include <cuda.h>
+#include <cudaTypedefs.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -16,245 +18,194 @@
 #include "dependent.cuh"
 #include "mma.cuh"
 #include "project_stored.h"
+#include "shared_streams.cuh"
 #include "stored_streams.cuh"
 #include "wgmma.cuh"
 
 namespace engram {
 
 constexpr int kUnitGroups = 3;  // warpgroups with four tiles each
-constexpr int kWgmmaThreads = (kUnitGroups + 1) * 128;
-constexpr int kFragmentBytes = kTileOutputs * kStageValues * 2;  // of one tile and stage
+constexpr int kTileWarps = kUnitGroups * 4;
+constexpr int kSourceWarp = kTileWarps + 4;  // brings the tokens
+constexpr int kWgmmaThreads = (kSourceWarp + 1) * 32;
+constexpr int kTileBytes = kTileOutputs * kStageValues * 2;  // of a tile and stage, decoded
+constexpr int kRowBytes = 128;                               // of a token in shared memory: 64 k
 
 struct WgmmaArgs {
+  CUtensorMap tokens;  // rows [T, K] as [K / 64, T, 64]
   StoredArgs stored;
   int64_t num_units;  // of four tiles, dealt evenly to the blocks, at most three each
   int64_t num_left;   // tiles behind them, one a block
 };
 
-// kRing stages of tokens in shared memory, of which kRing - 2 are on their way. kIsAsync: by wgmma;
-// if not, by mma.sync, for which the four warps of a group need not wait for each other.
-template <class Stream, int kTokensOf, int kRingOf, bool kIsAsyncOf>
+// kRing stages of tokens in shared memory.
+template <int kTokensOf, int kRingOf, int kStageBytes, int kExchangeBytes>
 struct WgmmaClass {
-  static constexpr bool kIsAsync = kIsAsyncOf;
   static constexpr int kTokens = kTokensOf, kRing = kRingOf, kGroups = kTokens / 8;
   static constexpr int kTokenBytes = kTokens * kStageValues * 2;  // of one stage
+  static constexpr int kPieceBytes = kTokens * kRowBytes;
   static constexpr int kFragmentsAt = kRing * kTokenBytes;
-  static constexpr int kExchangeAt = kFragmentsAt + 2 * kFragmentBytes;
-  static constexpr int kBarriersAt = kExchangeAt + kWgmmaThreads / 32 * Stream::kExchangeBytes;
-  static constexpr int kSharedBytes = kBarriersAt + 2 * kRing * 8 + 1024;  // aligned by hand
+  static constexpr int kExchangeAt = kFragmentsAt + 2 * kTileBytes;
+  static constexpr int kWeightsAt = kExchangeAt + kSourceWarp * kExchangeBytes;
+  // Stages of weights, a tile: one is read while the other is on its way. Where three fit they are
+  // slower, by up to 2 us.
+  static constexpr int kSlots = 2;
+  static constexpr int kBarriersAt = kWeightsAt + (kTileWarps + 1) * kSlots * kStageBytes;
+  static constexpr int kBarriers = 2 * kRing + (kTileWarps + 1) * kSlots;
+  static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8 + 1024;  // aligned by hand
   static constexpr int kPitch = kTileOutputs + 8;
   static_assert(kSharedBytes <= 227 * 1024, "a block of compute capability 9.0 has 227 KB");
-  static_assert(kUnitGroups * 4 * kTokens * kPitch * 2 <= kFragmentsAt, "outputs re-use the ring");
+  static_assert((kTileWarps + 1) * kTokens * kPitch * 2 <= kFragmentsAt, "outputs re-use the ring");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kRowBytes = 128;  // of a token: 64 k
-
-template <int kTokens>
-__device__ __forceinline__ uint32_t token_address(uint32_t stage, int token, int chunk) {
-  return stage + chunk / 8 * (kTokens * kRowBytes) + token * kRowBytes +
-         ((chunk % 8 ^ (token & 7)) << 4);
+// Where 16 of k begin in a stage of tokens, in the 16 bytes that descriptors count.
+template <class Class>
+__device__ constexpr int step_offset(int unit, int step) {
+  return (unit / 2 * Class::kPieceBytes + (unit % 2 * 2 + step) * 32) / 16;
 }
 
+// The ring of tokens as a warp goes round it.
+template <class Class>
 struct Ring {
   uint32_t tokens, full, empty;
+  int slot = 0;
+  uint32_t parity = 0;
+
+  // Returns where the stage lies.
+  __device__ __forceinline__ uint32_t wait() const {
+    barrier_wait(full + slot * 8, parity);
+    return tokens + slot * Class::kTokenBytes;
+  }
+
+  // The warp has read the stage before.
+  __device__ __forceinline__ void leave_previous(bool is_there, int lane) const {
+    barrier_arrive_if(is_there && lane == 0, empty + (slot > 0 ? slot : Class::kRing) * 8 - 8);
+  }
+
+  __device__ __forceinline__ void advance() {
+    ++slot;
+    if (slot == Class::kRing) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 // 32 of k: the warpgroup's four tiles and all tokens. `a` holds the registers of this unit and of
 // the one before, which pending steps may still read.
-template <int kUnit, class Class, class Stream>
+template <int kUnit, class Class, class Decoder>
 __device__ __forceinline__ void multiply_unit(float (&sums)[Class::kGroups][4],
-                                              uint32_t (&a)[2][2][4], Stream& stream,
-                                              uint32_t tokens, bool has_next, int lane) {
+                                              uint32_t (&a)[2][2][4], Decoder& decoder,
+                                              uint32_t tokens) {
   constexpr int kTurn = kUnit % 2;
-  stream.template decode<kUnit>(a[kTurn], has_next);
-  if constexpr (Class::kIsAsync) {
-    hold(a[kTurn]);
-    wgmma_fence();
-    const uint32_t word = descriptor_word(tokens);
+  if constexpr (kUnit + 1 < kUnits) decoder.template load<kUnit + 1>();
+  decoder.template decode<kUnit>(a[kTurn]);
+  hold(a[kTurn]);
+  wgmma_fence();
+  const uint32_t word = descriptor_word(tokens);
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      constexpr int kChunk = Class::kTokens * kRowBytes;  // 64 k: two units
-      const int at = kUnit / 2 * kChunk + (kUnit % 2 * 2 + step) * 32;
-      multiply_async(sums, a[kTurn][step], descriptor(word + at / 16));
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    hold(a[1 - kTurn]);
-  } else {
-#pragma unroll
-    for (int n = 0; n < Class::kGroups; ++n) {
-      uint32_t b[4];
-      load_matrices(b, token_address<Class::kTokens>(tokens, n * 8 + lane % 8,
-                                                     kUnit * 4 + lane / 8));
-      multiply(sums[n], a[kTurn][0], b[0], b[1]);
-      multiply(sums[n], a[kTurn][1], b[2], b[3]);
-    }
-  }
+  for (int step = 0; step < 2; ++step)
+    multiply_async(sums, a[kTurn][step], descriptor(word + step_offset<Class>(kUnit, step)));
+  wgmma_commit();
+  wgmma_wait<1>();
+  hold(a[1 - kTurn]);
 }
 
 // A warp of a warpgroup with work: one tile from beginning to end of k.
-template <class Stream, class Class>
-__device__ __forceinline__ void multiply_tile(const StoredArgs& args,
-                                              float (&sums)[Class::kGroups][4], const Ring& ring,
-                                              uint32_t exchange, int64_t tile, int lane) {
-  constexpr int kRing = Class::kRing;
-  const int num_stages = static_cast<int>(args.in_features / kStageValues);
-  Stream stream;
-  stream.start(args, tile, lane, exchange);
+template <class Decoder, class Class, class Weights>
+__device__ __forceinline__ void multiply_tile(float (&sums)[Class::kGroups][4],
+                                              Ring<Class> ring, Weights& weights,
+                                              Decoder& decoder, int num_stages, int lane) {
   uint32_t a[2][2][4] = {};
-  for (int first = 0; first < num_stages; first += Stream::kAhead)
-#pragma unroll
-    for (int turn = 0; turn < Stream::kAhead; ++turn) {
-      const int stage = first + turn;
-      if (stage >= num_stages) break;
-      const bool has_next = stage + Stream::kAhead < num_stages;
-      stream.begin_stage(turn, has_next);
-      barrier_wait(ring.full + stage % kRing * 8, stage / kRing % 2);
-      const uint32_t tokens = ring.tokens + stage % kRing * Class::kTokenBytes;
-      multiply_unit<0, Class>(sums, a, stream, tokens, has_next, lane);
-      // The last step of the stage before is done now, of every lane.
-      if (!Class::kIsAsync) __syncwarp();
-      if (stage > 0 && lane == 0) barrier_arrive(ring.empty + (stage - 1) % kRing * 8);
-      multiply_unit<1, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<2, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<3, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<4, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<5, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<6, Class>(sums, a, stream, tokens, has_next, lane);
-      multiply_unit<7, Class>(sums, a, stream, tokens, has_next, lane);
-    }
-  if (Class::kIsAsync) wgmma_wait<0>();
+#pragma unroll 1
+  for (int stage = 0; stage < num_stages; ++stage) {
+    decoder.begin(weights.wait());
+    decoder.template load<0>();
+    const uint32_t tokens = ring.wait();
+    multiply_unit<0, Class>(sums, a, decoder, tokens);
+    // The last step of the stage before is done now.
+    ring.leave_previous(stage > 0, lane);
+    multiply_unit<1, Class>(sums, a, decoder, tokens);
+    multiply_unit<2, Class>(sums, a, decoder, tokens);
+    multiply_unit<3, Class>(sums, a, decoder, tokens);
+    multiply_unit<4, Class>(sums, a, decoder, tokens);
+    multiply_unit<5, Class>(sums, a, decoder, tokens);
+    multiply_unit<6, Class>(sums, a, decoder, tokens);
+    multiply_unit<7, Class>(sums, a, decoder, tokens);
+    __syncwarp();
+    weights.leave(lane == 0);
+    ring.advance();
+  }
+  wgmma_wait<0>();
   hold(sums);
 }
 
-// One stage of the tokens, by the fourth warpgroup: a warp a token, 512 contiguous bytes.
+// One thread brings all tokens.
 template <class Class>
-__device__ __forceinline__ void fetch_tokens(const StoredArgs& args, uint32_t to, int64_t k,
-                                             int warp, int lane) {
-#pragma unroll
-  for (int token = warp; token < Class::kTokens; token += 4) {
-    const bool is_inside = token < args.num_tokens;
-    const __nv_bfloat16* from = args.rows + (is_inside ? token * args.in_features + k : 0);
-    copy_chunk(token_address<Class::kTokens>(to, token, lane), from + lane * 8, is_inside);
-  }
-}
-
-// Two units of a tile that is over: their fragments to shared memory.
-template <int kFirst, class Stream>
-__device__ __forceinline__ void decode_quarter(Stream& stream, uint32_t fragments, bool has_next,
-                                               int lane) {
-  uint32_t a[2][2][4];
-  stream.template decode<kFirst, true>(a[0], has_next);
-  stream.template decode<kFirst + 1, true>(a[1], has_next);
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const uint32_t(&r)[4] = a[step / 2][step % 2];
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(fragments +
-                                                                 (kFirst * 2 + step) * 512 +
-                                                                 lane * 16),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-  }
-}
-
-// A unit of a tile that is over, and the warp's tokens (groups warp and warp + 4) of 32 k.
-template <class Class>
-struct SharedUnit {
-  static constexpr int kMine = (Class::kGroups + 3) / 4;
-  uint32_t a[2][4], b[kMine][4];
-
-  __device__ __forceinline__ void load(uint32_t fragments, uint32_t tokens, int unit, int warp,
-                                       int lane) {
-#pragma unroll
-    for (int step = 0; step < 2; ++step)
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(a[step][0]), "=r"(a[step][1]), "=r"(a[step][2]), "=r"(a[step][3])
-                   : "r"(fragments + (unit * 2 + step) * 512 + lane * 16));
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-      load_matrices(b[i], token_address<Class::kTokens>(tokens, (warp + 4 * i) * 8 + lane % 8,
-                                                        unit * 4 + lane / 8));
-  }
-};
-
-// One stage of a tile that is over by mma.sync, each unit loaded while the one before multiplies.
-template <class Class>
-__device__ __forceinline__ void multiply_shared(float (&sums)[2][4], uint32_t fragments,
-                                                uint32_t tokens, int warp, int lane) {
-  if (warp >= Class::kGroups) return;
-  SharedUnit<Class> units[2];
-  units[0].load(fragments, tokens, 0, warp, lane);
-#pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    if (unit + 1 < kUnits) units[(unit + 1) % 2].load(fragments, tokens, unit + 1, warp, lane);
-    const SharedUnit<Class>& now = units[unit % 2];
-#pragma unroll
-    for (int step = 0; step < 2; ++step)
-#pragma unroll
-      for (int i = 0; i < SharedUnit<Class>::kMine; ++i)
-        multiply(sums[i], now.a[step], now.b[i][step * 2], now.b[i][step * 2 + 1]);
-  }
-}
-
-// The fourth warpgroup: tokens for everybody, and a tile that is over. Returns with sums[i] of
-// tokens 8 * (warp + 4 * i).
-template <class Stream, class Class>
-__device__ __forceinline__ void serve_tokens(const StoredArgs& args, float (&sums)[2][4],
-                                             const Ring& ring, uint32_t fragments,
-                                             uint32_t exchange, int64_t tile, bool has_tile,
-                                             bool has_readers, int warp, int lane) {
-  constexpr int kRing = Class::kRing, kOnTheWay = kRing - 2;
-  const int num_stages = static_cast<int>(args.in_features / kStageValues);
-  Stream stream;
-  if (has_tile) stream.start(args, tile, lane, exchange, true);
-  await_prerequisites();
-  auto fetch = [&](int stage) {
-    if (stage < num_stages) {
-      if (stage >= kRing && has_readers)
-        barrier_wait(ring.empty + stage % kRing * 8, (stage / kRing - 1) % 2);
-      fetch_tokens<Class>(args, ring.tokens + stage % kRing * Class::kTokenBytes,
-                          static_cast<int64_t>(stage) * kStageValues, warp, lane);
-    }
-    asm volatile("cp.async.commit_group;");
-  };
+__device__ __forceinline__ void bring_tokens(const CUtensorMap& map, Ring<Class> ring,
+                                             int num_stages) {
 #pragma unroll 1
-  for (int stage = 0; stage < kOnTheWay; ++stage) fetch(stage);
-  for (int first = 0; first < num_stages; first += Stream::kAhead)
-#pragma unroll
-    for (int turn = 0; turn < Stream::kAhead; ++turn) {
-      const int stage = first + turn;
-      if (stage >= num_stages) break;
-      fetch(stage + kOnTheWay);
-      asm volatile("cp.async.wait_group %0;" ::"n"(kOnTheWay));
-      publish_to_wgmma();
-      barrier_arrive(ring.full + stage % kRing * 8);
-      if (!has_tile) continue;
-      const bool has_next = stage + Stream::kAhead < num_stages;
-      const uint32_t half = fragments + stage % 2 * kFragmentBytes;
-      stream.begin_stage(turn, has_next);
-      if (warp == 0) decode_quarter<0>(stream, half, has_next, lane);
-      if (warp == 1) decode_quarter<2>(stream, half, has_next, lane);
-      if (warp == 2) decode_quarter<4>(stream, half, has_next, lane);
-      if (warp == 3) decode_quarter<6>(stream, half, has_next, lane);
-      asm volatile("bar.sync 1, 128;" ::: "memory");  // fragments and tokens of the stage are here
-      multiply_shared<Class>(sums, half, ring.tokens + stage % kRing * Class::kTokenBytes, warp,
-                             lane);
-    }
-  asm volatile("cp.async.wait_group 0;");
+  for (int stage = 0; stage < num_stages; ++stage) {
+    if (stage >= Class::kRing) barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
+    const uint32_t full = ring.full + ring.slot * 8;
+    barrier_expect(full, Class::kTokenBytes);
+    copy_box(ring.tokens + ring.slot * Class::kTokenBytes, &map, stage * (kStageValues / 64), full);
+    ring.advance();
+  }
 }
 
-// Eight tokens of a tile straight from the accumulators.
-__device__ __forceinline__ void store_group(const StoredArgs& args, const float (&sums)[4],
-                                            int64_t tile, int group, int lane) {
+// Two units of a tile that is over, into shared memory as tile_descriptor has them.
+template <int kFirst, class Decoder>
+__device__ __forceinline__ void decode_quarter(Decoder& decoder, uint32_t fragments, int lane) {
+  uint32_t a[2][2][4];
+  decoder.template load<kFirst, true>();
+  decoder.template load<kFirst + 1, true>();
+  decoder.template decode<kFirst>(a[0]);
+  decoder.template decode<kFirst + 1>(a[1]);
+  hold(a[0]);
+  hold(a[1]);
+  asm volatile("bar.sync 2, 128;" ::: "memory");  // nobody reads this half any more
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int token = group * 8 + lane % 4 * 2 + i % 2;
-    if (token >= args.num_tokens) continue;
-    args.kv[args.list.slot(token) * args.out_features + tile * kTileOutputs + lane / 4 +
-            i / 2 * 8] = __float2bfloat16_rn(sums[i]);
+  for (int i = 0; i < 16; ++i)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(fragments + kFirst * 1024 + i * 128 + lane * 4),
+                 "r"(a[i / 8][i / 4 % 2][i % 4])
+                 : "memory");
+}
+
+// The fourth warpgroup: a tile that is over. Returns with its sums in the first warp.
+template <class Decoder, class Class, class Weights>
+__device__ __forceinline__ void multiply_left(float (&sums)[Class::kGroups][4], Ring<Class> ring,
+                                              Weights& weights, Decoder& decoder,
+                                              uint32_t fragments, int num_stages, int warp,
+                                              int lane) {
+#pragma unroll 1
+  for (int stage = 0; stage < num_stages; ++stage) {
+    const uint32_t half = fragments + stage % 2 * kTileBytes;
+    decoder.begin(weights.wait());
+    if (warp == 0) decode_quarter<0>(decoder, half, lane);
+    if (warp == 1) decode_quarter<2>(decoder, half, lane);
+    if (warp == 2) decode_quarter<4>(decoder, half, lane);
+    if (warp == 3) decode_quarter<6>(decoder, half, lane);
+    publish_to_wgmma();
+    asm volatile("bar.sync 1, 128;" ::: "memory");  // the stage is decoded
+    const uint32_t tokens = ring.wait();
+    wgmma_fence();
+    const uint32_t word = descriptor_word(tokens);
+    const uint64_t tile = tile_descriptor(half);
+#pragma unroll
+    for (int i = 0; i < 2 * kUnits; ++i)
+      multiply_async(sums, tile + i * (512 / 16),
+                     descriptor(word + step_offset<Class>(i / 2, i % 2)));
+    wgmma_commit();
+    weights.leave(warp == 0 && lane == 0);
+    wgmma_wait<1>();
+    ring.leave_previous(stage > 0, lane);
+    ring.advance();
   }
+  wgmma_wait<0>();
+  hold(sums);
 }
 
 // A warp's tile: accumulators -> its part of shared memory [token][output] -> 16-byte stores.
@@ -280,10 +231,11 @@ __device__ __forceinline__ void store_tile(const StoredArgs& args,
 
 #endif
 
-template <class Stream, class Class>
+template <class Decoder, class Class>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     project_wgmma_kernel(const __grid_constant__ WgmmaArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  let_dependents_start();
   extern __shared__ __align__(1024) uint8_t unaligned[];
   uint8_t* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const uint32_t base = shared_address(shared);
@@ -291,49 +243,86 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   const int lane = threadIdx.x % 32;
   const int64_t begin = blockIdx.x * args.num_units / gridDim.x;
   const int units = static_cast<int>((blockIdx.x + 1) * args.num_units / gridDim.x - begin);
-  const Ring ring{base, base + Class::kBarriersAt, base + Class::kBarriersAt + Class::kRing * 8};
-  const uint32_t exchange = base + Class::kExchangeAt + warp * Stream::kExchangeBytes;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < Class::kRing; ++i) {
-      barrier_init(ring.full + i * 8, 128);
-      barrier_init(ring.empty + i * 8, units > 0 ? units * 4 : 1);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  const bool has_left = blockIdx.x < args.num_left, is_left = warp >= kTileWarps;
+  const bool has_work = is_left ? has_left && warp < kSourceWarp : warp / 4 < units;
+  const int64_t tile =
+      is_left ? args.num_units * 4 + blockIdx.x : (begin + warp / 4) * 4 + warp % 4;
+  const int num_stages = static_cast<int>(args.stored.in_features / kStageValues);
+  const uint32_t weight_barriers = base + Class::kBarriersAt + 2 * Class::kRing * 8;
+  const Ring<Class> ring{base, base + Class::kBarriersAt,
+                         base + Class::kBarriersAt + Class::kRing * 8};
+  const int readers = (units + has_left) * 4;  // warps
+  for (int i = threadIdx.x; i < Class::kBarriers; i += kWgmmaThreads) {
+    const bool is_empty = i >= Class::kRing && i < 2 * Class::kRing;
+    barrier_init(base + Class::kBarriersAt + i * 8, is_empty && readers > 0 ? readers : 1);
   }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncthreads();
-  if (warp < kUnitGroups * 4) {
-    const bool has_work = warp / 4 < units;
-    const int64_t tile = (begin + warp / 4) * 4 + warp % 4;
-    float sums[Class::kGroups][4] = {};
-    if (has_work) multiply_tile<Stream, Class>(args.stored, sums, ring, exchange, tile, lane);
-    await_prerequisites();
-    __syncthreads();  // nobody reads tokens any more
-    if (has_work)
-      store_tile<Class>(args.stored, sums,
-                        reinterpret_cast<__nv_bfloat16*>(shared) +
-                            warp * Class::kTokens * Class::kPitch,
-                        tile, lane);
-  } else {
-    const int mine = warp - kUnitGroups * 4;
-    const bool has_tile = blockIdx.x < args.num_left;
-    const int64_t tile = args.num_units * 4 + blockIdx.x;
-    float sums[2][4] = {};
-    serve_tokens<Stream, Class>(args.stored, sums, ring, base + Class::kFragmentsAt, exchange, tile,
-                                has_tile, units > 0, mine, lane);
-    __syncthreads();
-    if (!has_tile) return;
-#pragma unroll
-    for (int i = 0; i < (Class::kGroups + 3) / 4; ++i)
-      if (mine + 4 * i < Class::kGroups)
-        store_group(args.stored, sums[i], tile, mine + 4 * i, lane);
+  // The first weights are on their way while the rows are still being gathered.
+  TileRing<Decoder::kStageBytes, Class::kSlots> weights;
+  Decoder decoder;
+  if (has_work) {
+    const int place = (is_left ? kTileWarps : warp) * Class::kSlots;
+    weights.start(args.stored, tile, base + Class::kWeightsAt + place * Decoder::kStageBytes,
+                  weight_barriers + place * 8, lane == 0 && warp <= kTileWarps);
+    decoder.start(args.stored, tile, lane,
+                  base + Class::kExchangeAt + warp * Decoder::kExchangeBytes);
   }
+  float sums[Class::kGroups][4] = {};
+  if (warp == kSourceWarp) {
+    if (lane == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&args.tokens) : "memory");
+    await_prerequisites();
+    if (lane == 0 && readers > 0) bring_tokens<Class>(args.tokens, ring, num_stages);
+    __syncwarp();
+  } else if (has_work && is_left) {
+    multiply_left<Decoder, Class>(sums, ring, weights, decoder, base + Class::kFragmentsAt,
+                                  num_stages, warp - kTileWarps, lane);
+  } else if (has_work) {
+    multiply_tile<Decoder, Class>(sums, ring, weights, decoder, num_stages, lane);
+  }
+  await_prerequisites();
+  __syncthreads();  // nobody reads tokens any more
+  if (has_work && warp <= kTileWarps)
+    store_tile<Class>(args.stored, sums,
+                      reinterpret_cast<__nv_bfloat16*>(shared) +
+                          warp * Class::kTokens * Class::kPitch,
+                      tile, lane);
 #endif
 }
 
-template <class Stream, class Class>
-engram_status launch_wgmma_class(const WgmmaArgs& args, unsigned blocks, cudaStream_t stream) {
-  const auto kernel = project_wgmma_kernel<Stream, Class>;
+// Rows in boxes of a stage: four pieces of 64 k of kTokens tokens, swizzled as wgmma takes them;
+// zeros behind the last token.
+template <int kTokens>
+engram_status describe_tokens(const StoredArgs& stored, CUtensorMap& map) {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return status == cudaSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found)
+                                 : nullptr;
+  }();
+  if (encode == nullptr)
+    return fail(ENGRAM_UNSUPPORTED, "project_stored: this driver makes no tensor maps");
+  const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(stored.num_tokens),
+                              static_cast<cuuint64_t>(stored.in_features / 64)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stored.in_features) * 2, kRowBytes};
+  const cuuint32_t box[] = {64, kTokens, kStageValues / 64}, steps[] = {1, 1, 1};
+  const CUresult result = encode(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(stored.rows), sizes,
+      strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    return fail(ENGRAM_CUDA_ERROR, "cuTensorMapEncodeTiled failed: %d", static_cast<int>(result));
+  return ENGRAM_OK;
+}
+
+template <class Decoder, int kTokens, int kRing>
+engram_status launch_wgmma_class(WgmmaArgs& args, unsigned blocks, cudaStream_t stream) {
+  using Class = WgmmaClass<kTokens, kRing, Decoder::kStageBytes, Decoder::kExchangeBytes>;
+  const auto kernel = project_wgmma_kernel<Decoder, Class>;
+  if (const engram_status status = describe_tokens<kTokens>(args.stored, args.tokens))
+    return status;
   ENGRAM_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    Class::kSharedBytes));
   ENGRAM_CUDA(launch_dependent(kernel, blocks, kWgmmaThreads, Class::kSharedBytes, stream, args));
@@ -341,12 +330,12 @@ engram_status launch_wgmma_class(const WgmmaArgs& args, unsigned blocks, cudaStr
 }
 
 // Every block the same number of warpgroups and one tile that is over, where that is possible.
-template <class Few, class Many>
+template <class Decoder>
 engram_status launch_format(const StoredArgs& stored, int num_sms, cudaStream_t stream) {
   const int64_t tiles = stored.out_features / kTileOutputs;
   const int64_t each = tiles / 4 / num_sms < kUnitGroups ? tiles / 4 / num_sms : kUnitGroups;
   int64_t blocks = num_sms;
-  WgmmaArgs args{stored, each * num_sms, tiles - each * num_sms * 4};
+  WgmmaArgs args{{}, stored, each * num_sms, tiles - each * num_sms * 4};
   if (each == 0 || args.num_left > num_sms) {
     args.num_units = tiles / 4;
     args.num_left = tiles % 4;
@@ -355,13 +344,9 @@ engram_status launch_format(const StoredArgs& stored, int num_sms, cudaStream_t 
     if (blocks < args.num_left) blocks = args.num_left;
   }
   const unsigned grid = static_cast<unsigned>(blocks);
-  if (stored.num_tokens <= 8)
-    return launch_wgmma_class<Few, WgmmaClass<Few, 8, 8, false>>(args, grid, stream);
-  if (stored.num_tokens <= 16)
-    return launch_wgmma_class<Few, WgmmaClass<Few, 16, 8, true>>(args, grid, stream);
-  if (stored.num_tokens <= 32)
-    return launch_wgmma_class<Many, WgmmaClass<Many, 32, 4, true>>(args, grid, stream);
-  return launch_wgmma_class<Many, WgmmaClass<Many, 64, 4, true>>(args, grid, stream);
+  if (stored.num_tokens <= 16) return launch_wgmma_class<Decoder, 16, 4>(args, grid, stream);
+  if (stored.num_tokens <= 32) return launch_wgmma_class<Decoder, 32, 3>(args, grid, stream);
+  return launch_wgmma_class<Decoder, 64, 3>(args, grid, stream);
 }
 
 engram_status launch_wgmma(int32_t format, const StoredArgs& args, cudaStream_t stream) {
@@ -374,22 +359,17 @@ engram_status launch_wgmma(int32_t format, const StoredArgs& args, cudaStream_t 
     return fail(ENGRAM_UNSUPPORTED,
                 "project_stored: wgmma needs compute capability 9.0, this device has %d.%d", major,
                 minor);
-  using Q2 = Q2KStream<2, BySharedMemory>;
-  using Q2One = Q2KStream<1, BySharedMemory>;
-  using Q3 = Q3KStream<2, BySharedMemory>;
-  using Q3One = Q3KStream<1, BySharedMemory>;
-  using Q4 = Q4KStream<BySharedMemory>;
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_format<Q2, Q2One>(args, num_sms, stream);
+      return launch_format<Q2KDecoder>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_format<Q3, Q3One>(args, num_sms, stream);
+      return launch_format<Q3KDecoder>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_format<Q4, Q4>(args, num_sms, stream);
+      return launch_format<Q4KDecoder>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_format<Q80Stream, Q80Stream>(args, num_sms, stream);
+      return launch_format<Q80Decoder>(args, num_sms, stream);
     default:
-      return launch_format<E4M3Stream, E4M3Stream>(args, num_sms, stream);
+      return launch_format<E4M3Decoder>(args, num_sms, stream);
   }
 }
 

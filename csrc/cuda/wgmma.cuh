@@ -50,16 +50,6 @@ __device__ __forceinline__ void hold(float (&d)[kGroups][4]) {
 #define ENGRAM_AB "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 // d += a (16 outputs a warp, 16 k) x the tokens at b: d[n] as in mma.sync.m16n8k16
-__device__ __forceinline__ void multiply_async(float (&d)[1][4], const uint32_t (&a)[4],
-                                               uint64_t b) {
-  asm volatile(
-      "{.reg .pred p; setp.eq.b64 p, %8, %8;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
-      : ENGRAM_D(0)
-      : ENGRAM_AB);
-}
-
 __device__ __forceinline__ void multiply_async(float (&d)[2][4], const uint32_t (&a)[4],
                                                uint64_t b) {
   asm volatile(
@@ -92,8 +82,52 @@ __device__ __forceinline__ void multiply_async(float (&d)[8][4], const uint32_t 
       : ENGRAM_AB);
 }
 
+#undef ENGRAM_AB
+#define ENGRAM_AB "l"(a), "l"(b)
+
+// The same with a from shared memory (see tile_descriptor).
+__device__ __forceinline__ void multiply_async(float (&d)[2][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred p; setp.eq.b64 p, %9, %9;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, p, 1, 1, 0, 0;}"
+      : ENGRAM_D(0), ENGRAM_D(1)
+      : ENGRAM_AB);
+}
+
+__device__ __forceinline__ void multiply_async(float (&d)[4][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred p; setp.eq.b64 p, %17, %17;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;}"
+      : ENGRAM_D(0), ENGRAM_D(1), ENGRAM_D(2), ENGRAM_D(3)
+      : ENGRAM_AB);
+}
+
+__device__ __forceinline__ void multiply_async(float (&d)[8][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred p; setp.eq.b64 p, %33, %33;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+      : ENGRAM_D(0), ENGRAM_D(1), ENGRAM_D(2), ENGRAM_D(3), ENGRAM_D(4), ENGRAM_D(5), ENGRAM_D(6),
+        ENGRAM_D(7)
+      : ENGRAM_AB);
+}
+
 #undef ENGRAM_D
 #undef ENGRAM_AB
+
+// 16 outputs and 16 k in shared memory, not swizzled: matrices of 8 outputs x 8 k (128 bytes), that
+// of the other 8 outputs next to it, those of the other 8 k 256 bytes on: the registers of mma.sync
+// in their order. Of the 64 outputs that wgmma reads the others are whatever follows.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address) {
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(d)
+      : "r"(((address & 0x3FFFFu) >> 4) | ((256u >> 4) << 16)), "n"(128 >> 4));
+  return d;
+}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -110,6 +144,44 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       "@!p bra again;}" ::"r"(barrier),
       "r"(parity)
+      : "memory");
+}
+
+// Without a branch: one between two steps would have the compiler wait for the first before it
+// begins the second. So these have their predicates inside.
+__device__ __forceinline__ void barrier_arrive_if(bool does, uint32_t barrier) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
+      "r"(static_cast<int>(does))
+      : "memory");
+}
+
+// Bytes in a row to shared memory, 16-byte aligned, and as many to a barrier.
+__device__ __forceinline__ void copy_bulk_if(bool does, uint32_t to, const void* from,
+                                             uint32_t num_bytes, uint32_t barrier) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %4, 0;\n"
+      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+      "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];}" ::"r"(to),
+      "l"(from), "r"(num_bytes), "r"(barrier), "r"(static_cast<int>(does))
+      : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// A box of a tensor map of three dimensions, from (0, 0, z) on.
+__device__ __forceinline__ void copy_box(uint32_t to, const void* map, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(0), "r"(z), "r"(barrier)
       : "memory");
 }
 
