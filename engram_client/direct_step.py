@@ -1,5 +1,5 @@
-"""Steps of sessions that update a residual, asked for as `direct.py` does: a decode step's pushes
-and reads in one head, one body, one answer.
+"""Steps of sessions that update a residual, or push alone, asked for as `direct.py` does: a decode
+step's pushes and reads in one head, one body, one answer.
 
 A push holds its sessions' locks and marks what is in doubt until its answer is taken, as the
 protocol does; where the answer is another than the ordinary one, the protocol makes the same call
@@ -18,13 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_client import wire
-from engram_client.direct import MAX_STEP_BYTES, Ask, Direct, Staged
+from engram_client.direct import MAX_STEP_BYTES, Ask, Direct, Kind, Staged
 from engram_client.http1 import Request, format_head
 from engram_client.problems import BadAnswer
 from engram_client.protocol import EngramProtocol, StepOptions
 from engram_client.segments import Segment, StepResult
 from engram_client.shared import Region
 from engram_client.state import SessionState
+
+MAX_PUSHED = 1024
+"""Tokens that are pushed alone; beside more of them the protocol's work is nothing."""
+
+_EMPTY = np.empty((0, 0, 0), np.float32)
+NOTHING = Kind(_EMPTY, is_torch=False)
+"""The tensor of a step that reads none."""
 
 _ANSWER = re.compile(
     rb"HTTP/1\.1 200 OK\r\ndate: [ -~]{29}\r\ncontent-type: application/octet-stream\r\n"
@@ -59,7 +66,7 @@ class StepAsk(Ask):
         """See `Ask`."""
         options = self.options
         how = options.layers, options.truncate, options.wait_ms, options.ahead
-        return self.kind, len(self.states), self.token_ids is None, how
+        return self.kind, len(self.states), self.token_ids and len(self.token_ids), how
 
     def plan(self, identity: str, fixed: bytes, region: Region | None) -> StepPlan:
         """See `Ask`."""
@@ -68,6 +75,8 @@ class StepAsk(Ask):
     def buffers(self, plan: Any) -> Sequence[bytes | memoryview]:
         """See `Ask`."""
         self.numbers = plan.pack(self)
+        if self.kind is NOTHING:
+            return plan.head, self.numbers
         return plan.head, self.sent(plan.staged), self.numbers
 
     def is_of(self, request: Request) -> bool:
@@ -80,13 +89,14 @@ class StepAsk(Ask):
 
     # ---- the sessions
 
-    def begin(self, protocol: EngramProtocol) -> bool:
+    def begin(self, protocol: EngramProtocol, options: StepOptions, columns: Columns) -> bool:
         """Lock and mark sessions that are pushed to; False: one is busy, or to be settled first."""
-        self.held = []
+        self.states, self.positions, self.counts, self.token_ids = columns
+        self.options, self.held = options, []
         if self.token_ids is not None and not self._lock():
             return False
-        count = self.kind.shape[0]
-        if not all(protocol.is_one_request(each, "step residual", count) for each in self.states):
+        kind, count = f"step {self.options.output}", sum(self.counts)
+        if not all(protocol.is_one_request(each, kind, count) for each in self.states):
             self.leave()
             return False
         if self.token_ids is not None:
@@ -119,7 +129,8 @@ class StepAsk(Ask):
             self._record(self.token_ids)
             self.unmark()
         dead = np.frombuffer(self.dead, np.uint8).astype(np.bool_)
-        return StepResult(self.length, self.epoch, dead, {self.options.layers[0]: self.result})
+        tensors = {} if self.kind is NOTHING else {self.options.layers[0]: self.result}
+        return StepResult(self.length, self.epoch, dead, tensors)
 
     def _record(self, token_ids: list[int]) -> None:
         truncates, begin = self.options.truncate, 0
@@ -146,28 +157,30 @@ class StepPlan:
 
     def __init__(self, ask: StepAsk, identity: str, fixed: bytes) -> None:
         kind, options = ask.kind, ask.options
-        count = kind.shape[0]
+        count = sum(ask.counts)
         each: tuple[int, ...] = (len(ask.states),)
         specs: dict[str, wire.TensorSpec] = {"count": ("I32", each)}
         specs |= dict.fromkeys(("position", "session_id", "epoch"), ("I64", each))
         if ask.token_ids is not None:
             specs["token_ids"] = ("I64", (count,))
-        residual = kind.dtype_name, kind.shape
-        head, order = wire.encode_head({**specs, "residual": residual})
-        self._order = order[1:]
+        told: dict[str, wire.TensorSpec] = {
+            "length": ("I64", each),
+            "epoch": ("I64", each),
+            "dead": ("U8", (count,)),
+        }
+        residual: dict[str, wire.TensorSpec] = {}
+        if kind is not NOTHING:
+            residual["residual"] = kind.dtype_name, kind.shape
+            told[f"residual.{options.layers[0]}"] = residual["residual"]
+        head, order = wire.encode_head({**specs, **residual})
+        self._order = order[len(residual) :]  # a residual is the largest
         self._form = struct.Struct(
-            "<" + "".join(f"{specs[name][1][0]}{_LETTERS[specs[name][0]]}" for name in order[1:])
+            "<" + "".join(f"{specs[name][1][0]}{_LETTERS[specs[name][0]]}" for name in self._order)
         )
         body = [head, bytes(kind.num_bytes + self._form.size)]
         headers = [("Content-Type", wire.TENSOR_MEDIA), (wire.TABLE, identity)]
         self.head = format_head(Request("POST", options.target, headers, body), fixed) + head
         self.staged = Staged(kind, ask.source) if kind.is_far else None
-        told: dict[str, wire.TensorSpec] = {
-            "length": ("I64", each),
-            "epoch": ("I64", each),
-            "dead": ("U8", (count,)),
-            f"residual.{options.layers[0]}": residual,
-        }
         self._answer, names = wire.encode_head(told)
         self._num_bytes = wire.encoded_size(told)
         self._places: dict[str, slice] = {}
@@ -203,7 +216,10 @@ class StepPlan:
         ask.length = np.frombuffer(bytes(body[places["length"]]), np.int64)
         ask.epoch = np.frombuffer(bytes(body[places["epoch"]]), np.int64)
         ask.dead = bytes(body[places["dead"]])
-        ask.land(body[places["residual"]], self.staged)
+        if ask.kind is NOTHING:
+            ask.is_landed = True
+        else:
+            ask.land(body[places["residual"]], self.staged)
         return True
 
 
@@ -224,6 +240,8 @@ def step_ask(
 
     None: it is for the protocol to make.
     """
+    if options.output == "none":
+        return _push_ask(direct, segments, options) if residual is None and out is None else None
     if options.output != "residual" or len(options.layers) != 1 or options.stored:
         return None
     kind = direct.kind_of(residual)
@@ -237,9 +255,15 @@ def step_ask(
     ask = direct.of(residual, out, kind, taken[0][0].replica, StepAsk)
     if not isinstance(ask, StepAsk):
         return None
-    ask.options = options
-    ask.states, ask.positions, ask.counts, ask.token_ids = taken
-    return ask if ask.begin(direct.protocol) else None
+    return ask if ask.begin(direct.protocol, options, taken) else None
+
+
+def _push_ask(direct: Direct, segments: Sequence[Segment], options: StepOptions) -> StepAsk | None:
+    taken = _columns(segments) if 0 < len(segments) <= MAX_PUSHED else None
+    if taken is None or not 0 < len(taken[3] or ()) <= MAX_PUSHED or options.stored:
+        return None
+    ask = StepAsk(NOTHING, _EMPTY, _EMPTY, taken[0][0].replica)
+    return ask if ask.begin(direct.protocol, options, taken) else None
 
 
 Columns = tuple[list[SessionState], list[int], list[int], list[int] | None]

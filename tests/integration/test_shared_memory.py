@@ -103,7 +103,10 @@ def test_residuals_are_asked_for_without_the_protocol(
         with monkeypatch.context() as alone:
             alone.setattr(Exchange, "call", lambda *_: pytest.fail("the protocol"))
             told = client.step([Segment(session, token_ids=[5])], (14,), residual=residual(1))
-        assert (told.length.tolist(), session.length, told.dead.tolist()) == ([61], 61, [False])
+            pushed = client.step([Segment(session, token_ids=[6, 7])], output="none")
+        assert (told.length.tolist(), told.dead.tolist()) == ([61], [False])
+        assert (pushed.length.tolist(), session.length, pushed.tensors) == ([63], 63, {})
+        session.rewind(61)
         assert torch.equal(told.tensors[14], session.apply(14, residual(1)))
         session.close()
 

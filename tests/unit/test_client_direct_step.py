@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment
+from engram_client.direct_step import step_ask
+from engram_client.protocol import StepOptions
 from tests.unit.fake_service import Refusal
 from tests.unit.raw_server import Peer, RawServer, answer
 from tests.unit.speaking import Awaiting, Blocking, Speaking, never, plain, residual, talking
@@ -198,6 +200,63 @@ def test_several_sessions_are_the_protocols_request_and_answer(
             assert kept == [service.fake.sessions[state.session_id].ids for state in states]
             found.append((length, rest, body, kept))
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ids", [[[9]], [[9], [10, 11, 12], (13,)]])
+@pytest.mark.parametrize("options", [{}, {"truncate": True}, {"ahead": False, "layers": (14,)}])
+def test_a_push_alone_is_the_protocols_request_and_answer(
+    kind: Any,
+    service: Speaking,
+    monkeypatch: pytest.MonkeyPatch,
+    ids: Any,
+    options: dict[str, Any],
+) -> None:
+    with talking(kind, service) as talk:
+        found = []
+        for is_direct in (False, True):
+            sessions = [_again(talk) for _ in ids]
+            pairs = zip(sessions, ids, strict=True)
+            segments = [Segment(session, token_ids=each) for session, each in pairs]
+            with monkeypatch.context() as patch:
+                if is_direct:
+                    never(patch)
+                else:
+                    patch.setattr(f"engram_client.{_module(kind)}.step_ask", lambda *_: None)
+                result = talk.step(segments, output="none", **options)
+            states = [session.state for session in sessions]
+            head, body = service.heads[-1], service.bodies[-1]
+            for state in states:
+                assert state.unsettled is None
+                assert not state.lock.locked()
+                for known in (state.session_id, state.epoch, state.epoch - 1):
+                    body = body.replace(known.to_bytes(8, "little"), b"N")
+            length, epochs, *rest = told(result)
+            assert epochs == [state.epoch for state in states]
+            kept = [state.history.read(0, state.length).tolist() for state in states]
+            assert kept == [service.fake.sessions[state.session_id].ids for state in states]
+            found.append((length, rest, head, body, kept))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("segment", "options"),
+    [
+        ({"position": 0, "count": 1}, {}),
+        ({"token_ids": []}, {}),
+        ({"token_ids": [9]}, {"out": np.zeros(1, np.float32)}),
+        ({"token_ids": [9] * 2000}, {}),
+    ],
+)
+def test_other_steps_without_a_tensor_are_left_to_the_protocol(
+    service: Speaking, segment: dict[str, Any], options: dict[str, Any]
+) -> None:
+    with talking(Blocking, service) as talk:
+        decode(talk, 20)
+        how = StepOptions((1,), "none")
+        asked = step_ask(talk.client._direct, [Segment(talk.session, **segment)], how, None,
+                         options.get("out"))  # fmt: skip
+        assert asked is None
+        assert not talk.session.state.lock.locked()
 
 
 def test_of_several_sessions_the_lost_one_is_opened_again(kind: Any, service: Speaking) -> None:
