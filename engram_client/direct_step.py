@@ -278,6 +278,8 @@ def _columns(segments: Sequence[Segment]) -> Columns | None:
         if state is None or segment[4:] != _PLAIN:
             return None
         if ids is not None:
+            if type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
+                ids = ids.tolist()
             if type(ids) is not list and type(ids) is not tuple:
                 return None
             if count is not None and count != len(ids):

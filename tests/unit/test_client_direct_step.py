@@ -47,6 +47,8 @@ SEGMENTS = [
     {"count": 2},
     {"token_ids": [9, 10]},
     {"token_ids": (9, 10), "position": 4},
+    {"token_ids": np.array([9, 10])},
+    {"token_ids": np.array([9, 10], np.int32)},
     {"token_ids": [6, 7], "position": 1},
 ]
 
@@ -366,7 +368,8 @@ def test_a_session_opened_again_meanwhile_is_asked_again(kind: Any, service: Spe
 @pytest.mark.parametrize(
     "segment",
     [
-        {"token_ids": np.array([9])},
+        {"token_ids": torch.tensor([9])},
+        {"token_ids": np.array([-1])},
         {"token_ids": [-1]},
         {"token_ids": [9], "mask": [True]},
         {"token_ids": [9], "position": 9},
