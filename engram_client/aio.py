@@ -487,12 +487,13 @@ class AsyncEngramClient:
             if ask.is_landed:
                 return ask.answer()
             ask.unmark()
+            given = tuple(ask.held)
+            effects = verbs.step(self._protocol, segments, options, residual, out, given=given)
+            if begun is None:
+                return await self._run(effects)
+            return await self._go_on(effects, ask, begun)
         finally:
             ask.leave()
-        effects = verbs.step(self._protocol, segments, options, residual, out)
-        if begun is None:
-            return await self._run(effects)
-        return await self._go_on(effects, ask, begun)
 
     async def _apply(
         self,

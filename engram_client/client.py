@@ -157,12 +157,13 @@ class EngramClient:
             if ask.is_landed:
                 return ask.answer()
             ask.unmark()
+            given = tuple(ask.held)
+            effects = verbs.step(self._protocol, segments, options, residual, out, given=given)
+            if begun is None:
+                return self._run(effects)
+            return self._go_on(effects, ask, begun)
         finally:
             ask.leave()
-        effects = verbs.step(self._protocol, segments, options, residual, out)
-        if begun is None:
-            return self._run(effects)
-        return self._go_on(effects, ask, begun)
 
     def _run(self, effects: Effects[T]) -> T:
         return drive(effects, self._pool.exchange, time.sleep)

@@ -136,8 +136,11 @@ class Exchange:
         take: Callable[[Response, int], T],
         *,
         learns: bool = True,
+        given: Sequence[SessionState] = (),
     ) -> Effects[T]:
         """Make one call on sessions that are open and settled, until it is answered.
+
+        given: sessions that the caller has locked, and unlocks
 
         needs: by segment, None where the session is not ours; build: the request as of now;
         take: reads the answer (and the replica it came from) while writes are locked
@@ -145,7 +148,7 @@ class Exchange:
         """
         patience = Patience(self._reconnect_s, self._clock, self._num_replicas)
         writes = [need for need in needs if need is not None and need.fence is not None]
-        held: list[SessionState] = []
+        held: list[SessionState] = [*given]
         lost: dict[int, tuple[int, int]] = {}  # where and under which epoch this call was lost
         try:
             yield from self._lock(writes, held)
@@ -176,7 +179,7 @@ class Exchange:
                     _unmark(writes)
                     return result
         finally:
-            for state in held:
+            for state in held[len(given) :]:
                 state.lock.release()
 
     def _recover(
@@ -259,6 +262,8 @@ class Exchange:
         states = {need.state.session_id: need.state for need in writes}
         for session_id in sorted(states):
             state = states[session_id]
+            if any(state is other for other in held):
+                continue
             while not state.lock.acquire(blocking=False):
                 yield Pause(LOCK_POLL_S)
             held.append(state)

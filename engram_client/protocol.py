@@ -273,8 +273,13 @@ class EngramProtocol(Exchange):
         options: StepOptions,
         residual: TensorView | None,
         outs: Mapping[int, TensorView],
+        *,
+        given: Sequence[SessionState] = (),
     ) -> Effects[Answer]:
-        """Push and read a batch in as few calls as the service takes."""
+        """Push and read a batch in as few calls as the service takes.
+
+        given: sessions that the caller has locked, and unlocks
+        """
         facts = yield from self.facts()
         total = batch.num_tokens
         assemblies = {layer: Assembly(total, outs.get(layer)) for layer in options.names}
@@ -287,7 +292,7 @@ class EngramProtocol(Exchange):
                 part, chosen = batch.cut(begin, end)
             rows = {layer: assemblies[layer].rows(begin, end) for layer in assemblies}
             sent = None if residual is None else rows_of(residual, begin, end)
-            answer = yield from self._step(part, options, sent, rows, facts.answer_bytes)
+            answer = yield from self._step(part, options, sent, rows, facts.answer_bytes, given)
             length[chosen], epoch[chosen] = answer.length, answer.epoch
             dead[begin:end] = answer.dead
             for layer, assembly in assemblies.items():
@@ -304,6 +309,7 @@ class EngramProtocol(Exchange):
         residual: TensorView | None,
         rows: Mapping[int, TensorView | None],
         answer_bytes: Callable[[int, int], int],
+        given: Sequence[SessionState],
     ) -> Effects[Answer]:
         landings = {options.names[layer]: view for layer, view in rows.items() if view is not None}
         sink: StepSink | None = None
@@ -331,7 +337,8 @@ class EngramProtocol(Exchange):
                 _record_step(batch, answer, options.truncate)
             return answer
 
-        return (yield from self.call(_needs(batch, options.truncate), build, take))
+        needs = _needs(batch, options.truncate)
+        return (yield from self.call(needs, build, take, given=given))
 
 
 def _write(state: SessionState, position: int, truncate: bool) -> Need:

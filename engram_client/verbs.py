@@ -63,8 +63,13 @@ def step(
     options: StepOptions,
     residual: Array | None,
     out: Array | Mapping[int, Array] | None,
+    *,
+    given: Sequence[SessionState] = (),
 ) -> Effects[StepResult]:
-    """Push and read segments; see `EngramClient.step`."""
+    """Push and read segments; see `EngramClient.step`.
+
+    given: sessions that the caller has locked, and unlocks
+    """
     check_step(options, residual)
     outs = _outs(out, options)
     facts = yield from protocol.facts()
@@ -77,7 +82,7 @@ def step(
         layer: Landing(outs.get(layer), like=residual, sources=sources) for layer in options.names
     }
     views = {layer: landing.view for layer, landing in landings.items() if landing.view is not None}
-    answer = yield from protocol.step(batch, options, source, views)
+    answer = yield from protocol.step(batch, options, source, views, given=given)
     tensors = {layer: landings[layer].result(view) for layer, view in answer.outputs.items()}
     return StepResult(answer.length, answer.epoch, answer.dead, tensors)
 

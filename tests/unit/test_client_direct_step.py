@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment
+from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment, verbs
 from engram_client.direct_step import step_ask
 from engram_client.protocol import StepOptions
 from tests.unit.fake_service import Refusal
@@ -144,6 +144,35 @@ def test_a_step_given_up_is_settled_before_the_next(kind: Any, service: Speaking
         service.send = lambda peer, data: peer.send(data)
         decode(talk, 40)
         assert held(service, talk) == ([5, 6, 7, 8, 20, 40],) * 2
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_sessions_stay_locked_until_a_lost_step_is_settled(
+    kind: Any, service: Speaking, monkeypatch: pytest.MonkeyPatch, delivered: bool
+) -> None:
+    """Another thread's push, or its opening again, waits for the whole of it."""
+    with talking(kind, service) as talk:
+        decode(talk, 20)
+        state, step, seen = talk.session.state, verbs.step, []
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.append(state.lock.locked())
+            result = yield from step(*args, **options)
+            seen.append(state.lock.locked())
+            return result
+
+        def lose(peer: Peer, data: bytes) -> None:
+            service.send = lambda peer, data: peer.send(data)
+            if not delivered:
+                del service.fake.sessions[state.session_id].ids[5:]
+            raise ConnectionResetError
+
+        monkeypatch.setattr(verbs, "step", watched)
+        service.send = lose
+        decode(talk, 30)
+        assert seen == [True, True]
+        assert not state.lock.locked()
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 30],) * 2
 
 
 def test_refusals_are_the_protocols(kind: Any, service: Speaking) -> None:
