@@ -51,8 +51,8 @@ SWITCH_S = 0.0005
 """How long a thread may keep the interpreter from another. Python's 5 ms is what an answer waits
 when a lane gathers rows: p95 beside a prefill 16 ms instead of 7 (docs/notes/fast_path.md)."""
 CUDA_SWITCH_S = 0.0001
-"""The same on a GPU, where lanes look up and launch, and cores are many: a read's p99 beside prefills
-of 8,192 tokens was 0.69 ms instead of 1.34 (docs/notes/gpu_host.md)."""
+"""The same on a GPU, where lanes look up and launch, and cores are many: beside prefills of 8,192
+tokens a read's p99 was 0.69 ms instead of 1.34 (docs/notes/gpu_host.md)."""
 _TICKS_PER_S = 10
 
 Say = Callable[[str], None]
