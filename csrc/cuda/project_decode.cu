@@ -1,8 +1,8 @@
 // The projection over wkv as stored on Hopper, T <= 8: the time is the decoding of the weights.
 //
 // A warp owns a tile of 16 outputs, twelve tiles a block, and multiplies by mma.sync; k ascends in
-// one accumulator a value: the bits are the chain's. Nothing but that is left to these warps: the
-// tokens are put into shared memory once, by four more, in the order in which lanes take them.
+// one accumulator a value: the bits are the chain's. Nothing but that is left to these warps: four
+// more have the tokens copied into shared memory once.
 //
 // A tile that is over when every multiprocessor has its twelve (16 of 1600 on 132) is decoded by
 // those four: each decodes a quarter of every stage (256 k) ahead of its turn; in its turn it takes
@@ -25,32 +25,39 @@ constexpr int kMainTiles = 12, kLeftWarps = 4;
 constexpr int kDecodeThreads = (kMainTiles + kLeftWarps) * 32;
 constexpr int kSumBytes = 512;  // accumulators of a tile
 
-// Tokens as lanes take them: 32 k of lane l's token are 16 bytes at l * 16. The odd chunk keeps the
-// writing free of bank conflicts.
-constexpr int kTokenUnitBytes = 512 + 16, kTokenStageBytes = kUnits * kTokenUnitBytes;
-
 struct DecodeArgs {
   StoredArgs stored;
   int64_t num_main;  // tiles dealt evenly to the blocks, at most twelve each
   int64_t num_left;  // tiles behind them, one a block
 };
 
-// Shared memory: accumulators, exchange, barriers (turns, then one a stage), tokens.
+// Shared memory: accumulators, exchange, barriers (turns, then one a quarter of the tokens' k),
+// tokens, whose odd chunk keeps ldmatrix free of bank conflicts.
 template <class Stream>
 struct DecodeLayout {
   static constexpr int kExchangeAt = kSumBytes;
   static constexpr int kTurnsAt = kExchangeAt + (kMainTiles + kLeftWarps) * Stream::kExchangeBytes;
   static constexpr int kArrivedAt = kTurnsAt + kLeftWarps * 8;
 
-  __host__ __device__ static constexpr int tokens_at(int num_stages) {
-    return (kArrivedAt + num_stages * 8 + 15) / 16 * 16;
+  static constexpr int kTokensAt = kArrivedAt + kLeftWarps * 8;
+  static_assert(kTokensAt % 16 == 0, "bulk copies and ldmatrix take 16 bytes");
+
+  __host__ __device__ static constexpr int pitch(int num_stages) {
+    return num_stages * kStageValues * 2 + 16;
   }
-  __host__ __device__ static constexpr int bytes(int num_stages) {
-    return tokens_at(num_stages) + num_stages * kTokenStageBytes;
-  }
+  static constexpr int bytes(int num_stages) { return kTokensAt + 8 * pitch(num_stages); }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t num_bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(num_bytes), "r"(barrier)
+      : "memory");
+}
 
 __device__ __forceinline__ void load_shared(uint32_t (&v)[4], uint32_t at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -63,26 +70,33 @@ template <class Stream>
 struct TileWarp {
   using Layout = DecodeLayout<Stream>;
   uint32_t arrived, tokens;
-  int num_stages;
+  int num_stages, piece, next_piece;  // stages in a quarter of the tokens' k; where one begins
   Stream stream;
   float sums[4];
 
   __device__ __forceinline__ TileWarp(const StoredArgs& args, uint32_t base, int64_t tile,
                                       uint32_t exchange, bool is_alone, int lane) {
     num_stages = static_cast<int>(args.in_features / kStageValues);
+    piece = (num_stages + kLeftWarps - 1) / kLeftWarps;
+    next_piece = 0;
     arrived = base + Layout::kArrivedAt;
-    tokens = base + Layout::tokens_at(num_stages) + lane * 16;
+    tokens = base + Layout::kTokensAt + lane % 8 * Layout::pitch(num_stages) + lane / 8 * 16;
     stream.start(args, tile, lane, exchange, is_alone);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
   }
 
-  __device__ __forceinline__ void await_tokens(int stage) const {
-    barrier_wait(arrived + stage * 8, 0);
+  // Of each stage in turn.
+  __device__ __forceinline__ void await_tokens(int stage) {
+    if (stage != next_piece) return;
+    barrier_wait(arrived, 0);
+    arrived += 8;
+    next_piece += piece;
   }
 
+  // 8 tokens, 32 of k. What lies where there is no token is multiplied for nobody.
   __device__ __forceinline__ void load_tokens(uint32_t (&b)[4], int stage, int unit) const {
-    load_shared(b, tokens + stage * kTokenStageBytes + unit * kTokenUnitBytes);
+    load_matrices(b, tokens + (stage * kUnits + unit) * (kUnitValues * 2));
   }
 
   __device__ __forceinline__ void multiply_unit(const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
@@ -160,46 +174,27 @@ __device__ __forceinline__ void multiply_quarter(TileWarp<Stream>& warp, uint32_
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(handed), "f"(warp.sums[0]),
                    "f"(warp.sums[1]), "f"(warp.sums[2]), "f"(warp.sums[3])
                    : "memory");
-      __syncwarp();
-      if (lane == 0) barrier_arrive(turns + (kPart + 1) % kLeftWarps * 8);
+      barrier_arrive(turns + (kPart + 1) % kLeftWarps * 8);
     }
 }
 
-// By each of the four warps: a token and stage in turn, several on the way.
+// By each of the four warps: a quarter of k of every token.
 template <class Stream>
-__device__ __forceinline__ void put_tokens(const StoredArgs& args, uint32_t base, int part,
-                                           int lane) {
-  constexpr int kBatch = 6;
+__device__ __forceinline__ void copy_tokens(const StoredArgs& args, uint32_t base, int part,
+                                            int lane) {
+  using Layout = DecodeLayout<Stream>;
   const int num_stages = static_cast<int>(args.in_features / kStageValues);
-  const int tokens = static_cast<int>(args.num_tokens), total = tokens * num_stages;
-  const uint32_t to = base + DecodeLayout<Stream>::tokens_at(num_stages) +
-                      lane / 4 * kTokenUnitBytes + lane % 4 * 4;
-#pragma unroll 1
-  for (int begin = part; begin < total; begin += kBatch * kLeftWarps) {
-    uint4 v[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int item = begin + i * kLeftWarps, stage = item / tokens;
-      if (item < total)
-        v[i] =
-            *reinterpret_cast<const uint4*>(args.rows + (item - stage * tokens) * args.in_features +
-                                            stage * kStageValues + lane * 8);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int item = begin + i * kLeftWarps, stage = item / tokens;
-      if (item >= total) break;
-      // Word w of 16 (two k each) is word w / 4 of the token's lane w % 4.
-      asm volatile(
-          "st.shared.u32 [%0], %1; st.shared.u32 [%0 + 16], %2; st.shared.u32 [%0 + 32], %3; "
-          "st.shared.u32 [%0 + 48], %4;" ::"r"(to + stage * kTokenStageBytes +
-                                               (item - stage * tokens) * 64),
-          "r"(v[i].x), "r"(v[i].y), "r"(v[i].z), "r"(v[i].w)
-          : "memory");
-      __syncwarp();
-      if (lane == 0) barrier_arrive(base + DecodeLayout<Stream>::kArrivedAt + stage * 8);
-    }
-  }
+  const int piece = (num_stages + kLeftWarps - 1) / kLeftWarps;
+  const int tokens = static_cast<int>(args.num_tokens), first = part * piece;
+  if (first >= num_stages) return;
+  const uint32_t bytes = min(piece, num_stages - first) * kStageValues * 2;
+  const uint32_t barrier = base + Layout::kArrivedAt + part * 8;
+  if (lane == 0) barrier_expect(barrier, tokens * bytes);
+  __syncwarp();
+  if (lane < tokens)
+    copy_bulk(
+        base + Layout::kTokensAt + lane * Layout::pitch(num_stages) + first * kStageValues * 2,
+        args.rows + lane * args.in_features + first * kStageValues, bytes, barrier);
 }
 
 #endif
@@ -212,13 +207,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   let_dependents_start();
   extern __shared__ __align__(128) uint8_t shared[];
   const StoredArgs& stored = args.stored;
-  const int num_stages = static_cast<int>(stored.in_features / kStageValues);
   const uint32_t base = shared_address(shared);
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < kLeftWarps + num_stages; i += kDecodeThreads)
-    barrier_init(base + Layout::kTurnsAt + i * 8,
-                 i < kLeftWarps ? 1 : static_cast<uint32_t>(stored.num_tokens));
+  if (threadIdx.x < 2 * kLeftWarps)
+    barrier_init(base + Layout::kTurnsAt + threadIdx.x * 8, threadIdx.x < kLeftWarps ? 32 : 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   const int64_t begin = blockIdx.x * args.num_main / gridDim.x;
   const int tiles = static_cast<int>((blockIdx.x + 1) * args.num_main / gridDim.x - begin);
@@ -238,13 +231,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   if (blockIdx.x >= args.num_left) {
     __syncthreads();
     await_prerequisites();
-    put_tokens<Stream>(stored, base, part, lane);
+    copy_tokens<Stream>(stored, base, part, lane);
     return;
   }
   TileWarp<Stream> mine(stored, base, tile, exchange, true, lane);
   __syncthreads();
   await_prerequisites();
-  put_tokens<Stream>(stored, base, part, lane);
+  copy_tokens<Stream>(stored, base, part, lane);
   if (part == 0) multiply_quarter<0>(mine, base, lane);
   if (part == 1) multiply_quarter<1>(mine, base, lane);
   if (part == 2) multiply_quarter<2>(mine, base, lane);
