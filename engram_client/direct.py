@@ -22,12 +22,9 @@ from engram_client.protocol import EngramProtocol, tensor_headers
 from engram_client.shared import Region
 from engram_client.state import SessionState
 
-MAX_BYTES = 128 << 10
-"""Of a read's residual: the copy of its answer, which is received whole before it lands (maybe in
-the memory that was sent), costs less than the protocol does."""
-
-MAX_STEP_BYTES = (1 << 20) - (64 << 10)
-"""Of a step's, for which the protocol does more; with all else it asks for no leave (Expect)."""
+MAX_BYTES = (1 << 20) - (64 << 10)
+"""Of a residual: with all else it asks for no leave (Expect). Its answer is received whole before
+it lands, maybe in the memory that was sent: the copy costs less than the protocol does."""
 
 MAX_KINDS = 256
 """Kinds of tensors remembered; then all are forgotten."""
@@ -65,7 +62,7 @@ class Kind:
     def is_residual(self) -> bool:
         """Tell whether it could be a residual that is sent at once."""
         is_known = self.dtype_name in ("BF16", "F32") and len(self.shape) == 3
-        return is_known and 0 < self.num_bytes <= MAX_STEP_BYTES
+        return is_known and 0 < self.num_bytes <= MAX_BYTES
 
     def new_like(self, tensor: Any) -> Any:
         """Return a new tensor."""
@@ -232,7 +229,7 @@ class Direct:
     ) -> Ask | None:
         """Return the request of `Session.apply`; None where that is for the protocol to make."""
         kind = self.kind_of(residual)
-        if kind is None or kind.num_bytes > MAX_BYTES:
+        if kind is None:
             return None
         count = kind.shape[0]
         first = state.history.length - count if position is None else position

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_client import wire
-from engram_client.direct import MAX_STEP_BYTES, Ask, Direct, Kind, Staged
+from engram_client.direct import MAX_BYTES, Ask, Direct, Kind, Staged
 from engram_client.http1 import Request, format_head
 from engram_client.problems import BadAnswer
 from engram_client.protocol import EngramProtocol, StepOptions
@@ -247,7 +247,7 @@ def step_ask(
     kind = direct.kind_of(residual)
     if kind is None or not 0 < len(segments) <= kind.shape[0]:
         return None
-    if kind.num_bytes + kind.shape[0] * _TOKEN_BYTES > MAX_STEP_BYTES:
+    if kind.num_bytes + kind.shape[0] * _TOKEN_BYTES > MAX_BYTES:
         return None
     taken = _columns(segments)
     if taken is None or sum(taken[2]) != kind.shape[0]:
