@@ -26,6 +26,8 @@ from service.problems import NotFound
 from service.shm import Region
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_KNOWN_BYTES = 4 << 10
+"""Of the headers of a head that is remembered (`recall.py`)."""
 IDLE_S = 75.0
 """How long a connection may stay without a request; longer than clients keep theirs."""
 
@@ -318,9 +320,10 @@ class Connection(HttpToolsProtocol):
         return self.fast_path.begin(head, self)
 
     def _header_block(self) -> bytes:
-        """Return the bytes of the headers that were just parsed, if they came whole."""
+        """Return the bytes of the headers that were just parsed, if they came whole; nothing of
+        longer ones than are remembered, maybe longer than is allowed."""
         line_end = self._first.find(b"\r\n")
-        end = self._first.find(b"\r\n\r\n")
+        end = self._first.find(b"\r\n\r\n", 0, line_end + MAX_KNOWN_BYTES)
         return b"" if end < 0 else self._first[line_end : end + 4]
 
     def _ask(self, exchange: Exchange) -> None:

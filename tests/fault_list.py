@@ -1093,6 +1093,13 @@ FAULTS = (
         "::test_a_large_answer_leaves_the_loop_to_others_between_its_pieces",
     ),
     fault(
+        "heads-of-any-length-remembered",
+        "service/transport.py",
+        ", 0, line_end + MAX_KNOWN_BYTES)\n",
+        ")\n",
+        "tests/service/test_step_recall.py::test_a_head_that_is_too_long_is_refused_each_time",
+    ),
+    fault(
         "one-turn-for-all-of-a-unix-socket",
         "service/calls.py",
         "        peer = self.peer or id(self.connection)",

@@ -302,3 +302,10 @@ def test_a_failed_device_is_told_behind_a_remembered_head(
     assert second.startswith(b"HTTP/1.1 503 ")
     assert b"shard_down" in second
     monkeypatch.undo()
+
+
+def test_a_head_that_is_too_long_is_refused_each_time(served: Served, door: InProcess) -> None:
+    request = post(step(opened(door), 1), Accept="a" * 70_000)
+    answers = [served.ask(door, request)[0] for _ in range(2)]
+    assert all(b" 400 " in answer[:20] for answer in answers)
+    assert served.found == 0
