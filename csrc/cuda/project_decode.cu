@@ -174,6 +174,7 @@ __device__ __forceinline__ void multiply_quarter(TileWarp<Stream>& warp, uint32_
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(handed), "f"(warp.sums[0]),
                    "f"(warp.sums[1]), "f"(warp.sums[2]), "f"(warp.sums[3])
                    : "memory");
+      __syncwarp();  // every lane has read the exchange, whose half the next stage writes again
       barrier_arrive(turns + (kPart + 1) % kLeftWarps * 8);
     }
 }
