@@ -318,6 +318,7 @@ class Exchange:
 
     def _tell(self, refusal: Refusal) -> None:
         headers, unread = [*refusal.headers], self.more_body
+        self._call.sent_bytes = len(refusal.body)
         if unread:
             self.keep_alive = False
             headers.append((b"connection", b"close"))

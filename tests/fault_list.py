@@ -1085,6 +1085,14 @@ FAULTS = (
         "::test_a_gate_that_cannot_run_here_is_left_to_the_lane_and_one_that_fails_ends_all",
     ),
     fault(
+        "refusals-of-the-fast-way-count-no-bytes",
+        "service/exchange.py",
+        "        self._call.sent_bytes = len(refusal.body)\n",
+        "",
+        "tests/service/test_fast_path.py"
+        "::test_refusals_are_counted_by_their_bytes_whichever_way_they_are_told",
+    ),
+    fault(
         "large-answer-in-one-turn",
         "service/exchange.py",
         "                line.loop.call_soon(self._send_on)\n",

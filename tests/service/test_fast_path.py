@@ -186,6 +186,21 @@ def test_every_answer_has_the_bytes_of_the_ordinary_way(
     assert fast.count == len(requests)
 
 
+def test_refusals_are_counted_by_their_bytes_whichever_way_they_are_told(
+    tell: Callable[..., bytes], door: InProcess, session_id: str, fast: Counted
+) -> None:
+    request = apply(session_id, 1, epoch=5)
+    told = []
+    for is_fast in (True, False):
+        before = door.app.state.service.metrics.sent_bytes._value.get()
+        answer = tell(once(request), is_fast=is_fast)
+        assert code(answer) == (409, "stale_epoch")
+        after = door.app.state.service.metrics.sent_bytes._value.get()
+        told.append(after - before - len(answer.partition(b"\r\n\r\n")[2]))
+    assert told == [0, 0]
+    assert fast.count == 1
+
+
 def test_a_body_split_at_every_byte_gives_the_same_answer(
     ask: Callable[..., bytes], session_id: str, fast: Counted
 ) -> None:
