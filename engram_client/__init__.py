@@ -9,6 +9,7 @@ from engram_client.problems import (
     EngramClientError,
     EngramProblem,
     EngramUnavailable,
+    PushedMeanwhile,
     SessionClosed,
 )
 from engram_client.segments import Segment, StepResult
@@ -22,6 +23,7 @@ __all__ = [
     "EngramClientError",
     "EngramProblem",
     "EngramUnavailable",
+    "PushedMeanwhile",
     "Segment",
     "Session",
     "SessionClosed",

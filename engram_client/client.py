@@ -55,7 +55,7 @@ class EngramClient:
 
     Safe in threads; one session is pushed by one thread at a time. What a call may raise besides
     its own: EngramProblem (a refusal, by class and `code`), EngramUnavailable (nothing answered
-    within `reconnect_s`), BadAnswer.
+    within `reconnect_s`), PushedMeanwhile (by another thread), BadAnswer.
     """
 
     def __init__(

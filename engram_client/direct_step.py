@@ -91,7 +91,7 @@ class StepAsk(Ask):
 
     def begin(self, protocol: EngramProtocol, options: StepOptions, columns: Columns) -> bool:
         """Lock and mark sessions that are pushed to; False: one is busy, or to be settled first."""
-        self.states, self.positions, self.counts, self.token_ids = columns
+        self.states, self.positions, self.counts, self.token_ids, lengths = columns
         self.options, self.held = options, []
         if self.token_ids is not None and not self._lock():
             return False
@@ -100,6 +100,9 @@ class StepAsk(Ask):
             self.leave()
             return False
         if self.token_ids is not None:
+            if [state.length for state in self.states] != lengths:
+                self.leave()  # another thread has moved an end that these positions are of
+                return False
             for state, position in zip(self.states, self.positions, strict=True):
                 state.unsettled = position if self.options.truncate else state.length
         return True
@@ -266,12 +269,13 @@ def _push_ask(direct: Direct, segments: Sequence[Segment], options: StepOptions)
     return ask if ask.begin(direct.protocol, options, taken) else None
 
 
-Columns = tuple[list[SessionState], list[int], list[int], list[int] | None]
+Columns = tuple[list[SessionState], list[int], list[int], list[int] | None, list[int]]
 
 
 def _columns(segments: Sequence[Segment]) -> Columns | None:
-    """Return states, positions, counts and ids of segments; None: one of them is unusual."""
-    states, positions, counts, flat = list[SessionState](), list[int](), list[int](), list[int]()
+    """Return states, positions, counts, ids and lengths; None: a segment is unusual."""
+    states, positions, counts = list[SessionState](), list[int](), list[int]()
+    flat, lengths = list[int](), list[int]()
     for segment in segments:
         session, ids, position, count = segment[:4]
         state: SessionState | None = getattr(session, "state", None)
@@ -288,10 +292,12 @@ def _columns(segments: Sequence[Segment]) -> Columns | None:
             flat += ids
         if type(count) is not int or count < 1:
             return None
+        length = state.length
         if position is None:
-            position = state.length if ids is not None else state.length - count
-        if type(position) is not int or not state.history.origin <= position <= state.length:
+            position = length if ids is not None else length - count
+        if type(position) is not int or not state.history.origin <= position <= length:
             return None
+        lengths.append(length)
         states.append(state)
         positions.append(position)
         counts.append(count)
@@ -300,7 +306,7 @@ def _columns(segments: Sequence[Segment]) -> Columns | None:
             return None
         if min(flat) < 0 or max(flat) >= 1 << 31:  # for the service to refuse
             return None
-    return states, positions, counts, flat or None
+    return states, positions, counts, flat or None, lengths
 
 
 _PLAIN = (None, None, None, None)

@@ -32,6 +32,7 @@ from engram_client.problems import (
     BodyTooLarge,
     ConnectionLost,
     EngramProblem,
+    PushedMeanwhile,
     SessionClosed,
     StaleEpoch,
     TooManyTokens,
@@ -88,12 +89,14 @@ class Need(NamedTuple):
 
     position .. end: what it reads, or position = end where a push or a cut begins
     fence: lowest position the call may change, None for a read
+    length: of the session, where a push goes to its end; None: its place was given
     """
 
     state: SessionState
     position: int
     end: int
     fence: int | None = None
+    length: int | None = None
 
 
 class Exchange:
@@ -152,6 +155,7 @@ class Exchange:
         lost: dict[int, tuple[int, int]] = {}  # where and under which epoch this call was lost
         try:
             yield from self._lock(writes, held)
+            _check_ends(writes)
             while True:
                 replica, was_sent, reopened = self.replica, False, self._num_reopened
                 concerned = needs
@@ -376,6 +380,19 @@ def _is_ready(state: SessionState, replica: int, lost: Mapping[int, tuple[int, i
     if state.replica != replica or state.is_closed:
         return False
     return state.unsettled is None or lost.get(state.session_id) == _place(state)
+
+
+def _check_ends(writes: Sequence[Need]) -> None:
+    """Refuse a push to an end that another thread's push has moved while this one waited for it:
+    the same ids, sent for the old end, would count as a repetition and be stored once."""
+    for state, _, _, _, length in writes:
+        if length is not None and state.length != length:
+            raise PushedMeanwhile(
+                f"session {state.session_id}: expected the length {length} at which this push "
+                f"began, got {state.length}: another thread has pushed meanwhile; push to one "
+                "session from one thread at a time, or give the position. Nothing of this call "
+                "was sent, but for earlier parts of one above the service's limits"
+            )
 
 
 def _mark(writes: Sequence[Need]) -> None:

@@ -29,6 +29,10 @@ class SessionClosed(EngramClientError):
     """A session that was closed by `close()`."""
 
 
+class PushedMeanwhile(EngramClientError):
+    """Two threads pushed to the end of one session at the same time; this push was not made."""
+
+
 class EngramUnavailable(EngramClientError):
     """No answer within `reconnect_s`. `reason` is the last failure; nothing was skipped."""
 

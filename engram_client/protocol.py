@@ -111,20 +111,20 @@ class EngramProtocol(Exchange):
 
         def piece(begin: int, end: int) -> Effects[None]:
             part = None if live is None else live[begin:end]
-            return self._push(state, first + begin, ids[begin:end], part, truncate, ahead)
+            need = _write(state, first + begin, truncate, at_end=position is None)
+            return self._push(need, ids[begin:end], part, truncate, ahead)
 
         yield from self.split("push", len(ids), piece)
 
     def _push(
         self,
-        state: SessionState,
-        position: int,
+        need: Need,
         ids: NDArray[np.int64],
         mask: NDArray[np.bool_] | None,
         truncate: bool,
         ahead: bool,
     ) -> Effects[None]:
-        need = _write(state, position, truncate)
+        state, position = need.state, need.position
         listed, live = ids.tolist(), None if mask is None else mask.tolist()
 
         def build() -> Request:
@@ -341,21 +341,20 @@ class EngramProtocol(Exchange):
         return (yield from self.call(needs, build, take, given=given))
 
 
-def _write(state: SessionState, position: int, truncate: bool) -> Need:
-    return Need(state, position, position, fence=position if truncate else state.length)
+def _write(state: SessionState, position: int, truncate: bool, *, at_end: bool) -> Need:
+    fence, length = position if truncate else state.length, position if at_end else None
+    return Need(state, position, position, fence, length)
 
 
 def _needs(batch: Batch, truncate: bool) -> list[Need | None]:
     pushes = batch.token_ids is not None
     needs: list[Need | None] = []
-    for state, position, count in zip(
-        batch.states, batch.position.tolist(), batch.count.tolist(), strict=True
-    ):
+    columns = batch.position.tolist(), batch.count.tolist(), batch.at_end.tolist()
+    for state, position, count, at_end in zip(batch.states, *columns, strict=True):
         if state is None:
             needs.append(None)
         elif pushes:
-            fence = position if truncate else state.length
-            needs.append(Need(state, position, position, fence))
+            needs.append(_write(state, position, truncate, at_end=at_end))
         else:
             needs.append(Need(state, position, position + count))
     return needs

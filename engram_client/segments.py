@@ -67,11 +67,13 @@ class Batch:
 
     states: the session of each segment, None where it is not this client's
     session_id, given_epoch: int64 [S]; given_epoch -1 = take it from the state, or left out
+    at_end: which segments are pushed to their sessions' ends as they were, bool [S]
     """
 
     states: Sequence[SessionState | None]
     count: NDArray[np.int64]
     position: NDArray[np.int64]
+    at_end: NDArray[np.bool_]
     session_id: NDArray[np.int64] | None = None
     given_epoch: NDArray[np.int64] | None = None
     lookback: NDArray[np.int64] | None = None
@@ -134,6 +136,7 @@ class Batch:
             states=[self.states[index] for index in chosen.tolist()],
             count=count,
             position=self.position[chosen] + skipped,
+            at_end=self.at_end[chosen],
             session_id=_take(self.session_id, chosen),
             given_epoch=_take(self.given_epoch, chosen),
             lookback=self._lookback_at(chosen, skipped, starts),
@@ -187,16 +190,19 @@ def batch_of(segments: Sequence[Segment], max_ngram_size: int) -> Batch:
             _count(segment, state, None if rows is None else rows[index])
             for index, (segment, state) in enumerate(zip(segments, states, strict=True))
         ]
+    at_end = [
+        segment.position is None and state is not None and token_ids is not None
+        for segment, state in zip(segments, states, strict=True)
+    ]
     position = [
-        state.length
-        if segment.position is None and state is not None and token_ids is not None
-        else _position(segment, state, length)
-        for segment, state, length in zip(segments, states, count, strict=True)
+        state.length if is_at_end and state is not None else _position(segment, state, length)
+        for segment, state, length, is_at_end in zip(segments, states, count, at_end, strict=True)
     ]
     return Batch(
         states=states,
         count=np.array(count, np.int64),
         position=np.array(position, np.int64),
+        at_end=np.array(at_end, np.bool_),
         token_ids=token_ids,
         mask=_mask(fields["mask"], count),
         **_source(fields, states, lookbacks, hash_ids, max_ngram_size),

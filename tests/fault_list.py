@@ -920,6 +920,20 @@ FAULTS = (
         CLIENT_DIRECT,
     ),
     fault(
+        "client-pushes-to-an-end-that-moved",
+        "engram_client/exchange.py",
+        "        if length is not None and state.length != length:\n",
+        "        if length is not None and state.length < length:\n",
+        "tests/unit/test_client_direct_step.py",
+    ),
+    fault(
+        "client-step-pushes-to-an-end-that-moved",
+        "engram_client/direct_step.py",
+        "            if [state.length for state in self.states] != lengths:\n",
+        "            if len(lengths) != len(self.states):\n",
+        "tests/unit/test_client_direct_step.py",
+    ),
+    fault(
         "client-step-marks-nothing-in-doubt",
         "engram_client/direct_step.py",
         "                state.unsettled = position if self.options.truncate else state.length\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from engram_client import BadAnswer, EngramProblem, EngramUnavailable, Segment, verbs
-from engram_client.direct_step import step_ask
+from engram_client import (
+    BadAnswer,
+    EngramProblem,
+    EngramUnavailable,
+    PushedMeanwhile,
+    Segment,
+    verbs,
+)
+from engram_client.direct_step import StepAsk, step_ask
 from engram_client.protocol import StepOptions
 from tests.unit.fake_service import Refusal
 from tests.unit.raw_server import Peer, RawServer, answer
@@ -348,6 +356,51 @@ def test_a_session_that_another_thread_pushes_to_is_waited_for(
         monkeypatch.setattr("time.sleep", pause)
         decode(talk, 20)
         assert len(pauses) == 1
+
+
+@pytest.mark.parametrize(
+    "push",
+    [
+        lambda talk: decode(talk, 20),
+        lambda talk: talk.session.push([20]),
+        lambda talk: talk.session.push([20] * 100),
+    ],
+)
+def test_a_push_to_an_end_that_moves_meanwhile_is_not_made(
+    service: Speaking, monkeypatch: pytest.MonkeyPatch, push: Callable[[Any], None]
+) -> None:
+    """Two threads append the same id: the second must not be taken for the first, repeated."""
+    with talking(Blocking, service) as talk:
+        state = talk.session.state
+        assert state.lock.acquire(blocking=False)
+
+        def other(seconds: float) -> None:
+            state.lock.release()
+            monkeypatch.undo()
+            talk.session.push([20])
+
+        monkeypatch.setattr("time.sleep", other)
+        with pytest.raises(PushedMeanwhile, match=r"expected the length 4 .* got 5"):
+            push(talk)
+        assert held(service, talk) == ([5, 6, 7, 8, 20], [5, 6, 7, 8, 20])
+        talk.session.push([20])  # nothing is left in doubt, or locked
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 20], [5, 6, 7, 8, 20, 20])
+
+
+def test_an_end_that_moves_before_the_lock_is_asked_for_again(
+    service: Speaking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(Blocking, service) as talk:
+        lock = StepAsk._lock
+
+        def late(ask: StepAsk) -> bool:
+            monkeypatch.undo()
+            talk.session.push([20])
+            return lock(ask)
+
+        monkeypatch.setattr(StepAsk, "_lock", late)
+        decode(talk, 20)
+        assert held(service, talk) == ([5, 6, 7, 8, 20, 20], [5, 6, 7, 8, 20, 20])
 
 
 def test_an_answer_of_another_length_is_a_bad_one(kind: Any, service: Speaking) -> None:
