@@ -26,14 +26,13 @@ from typing import Any
 import httpx
 import ml_dtypes
 import numpy as np
+from recording import Recording
 from served import ROOT, Counters, Served, barely_echoing, echoing, hit_ratio, serving
 from tokenizers import Tokenizer
 
 from engram_client import EngramClient, Segment, Session
-from engram_client.client import drive
 from engram_client.connection import ConnectionPool
-from engram_client.exchange import Effects
-from engram_client.http1 import Request, Response, parse_address
+from engram_client.http1 import Request, parse_address
 from engram_core.tools.presets import tokenizer_json
 from engram_core.tools.synth import synth
 
@@ -43,6 +42,8 @@ OCTETS = ("Content-Type", "application/octet-stream")
 HELD = 512
 """Tokens of a session whose kv is there."""
 PREFILL = 8192
+WAYS_CALLS = 4
+"""Calls in a row of one way: a runner makes its calls one after the other, too."""
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -67,14 +68,15 @@ class Turns:
         self._calls = calls
         self.times: dict[str, list[float]] = {name: [] for name in calls}
 
-    def take(self, rounds: int) -> None:
-        """Take so many turns; the first tenth is not counted."""
+    def take(self, rounds: int, calls: int = 1) -> None:
+        """Take so many turns, of so many calls in a row each; the first tenth is not counted."""
         for i in range(rounds + rounds // 10):
             for name, call in self._calls.items():
-                begin = time.perf_counter()
-                call()
-                if i >= rounds // 10:
-                    self.times[name].append(time.perf_counter() - begin)
+                for _ in range(calls):
+                    begin = time.perf_counter()
+                    call()
+                    if i >= rounds // 10:
+                        self.times[name].append(time.perf_counter() - begin)
 
     def beside(self, name: str, other: str) -> float:
         """Median over the turns of how much longer one took than the other, us."""
@@ -188,31 +190,12 @@ def ways(served: Served, plain_echo: Served, text: Sequence[int], rounds: int) -
             httpx_fast=lambda: post(base + fast.target),
             httpx_echo=lambda: post(f"{echo}/echo"),
         )
-        turns.take(rounds)
+        turns.take(rounds // WAYS_CALLS, WAYS_CALLS)
     return {
         **{name: quantiles(times) for name, times in turns.times.items()},
         "plain_by_client": turns.ratio("httpx_plain", "client"),
         "plain_by_echo": turns.ratio("httpx_plain", "httpx_echo"),
     }
-
-
-class Recording(EngramClient):
-    """A client that keeps what the service tells of its stages, seconds by name."""
-
-    def __init__(self, url: str, owner: str) -> None:
-        super().__init__(url, owner=owner)
-        self.stages: defaultdict[str, list[float]] = defaultdict(list)
-
-    def _run(self, effects: Effects[Any]) -> Any:
-        return drive(effects, self._recorded, time.sleep)
-
-    def _recorded(self, request: Request) -> Response:
-        response = self._pool.exchange(request)
-        for part in response.headers.get("server-timing", "").split(", "):
-            name, found, value = part.partition(";dur=")
-            if found:
-                self.stages[name].append(float(value) / 1e3)
-        return response
 
 
 @dataclass
@@ -234,7 +217,7 @@ def concurrency(served: Served, text: Sequence[int], clients: int, seconds: floa
     body = residual(1)
 
     def decode(index: int) -> None:
-        with Recording(served.urls["tcp"], f"load-{clients}-{index}") as client:
+        with Recording(served.urls["tcp"], owner=f"load-{clients}-{index}") as client:
             session = client.open_session()
             place = index * len(text) // clients
             until = time.perf_counter() + seconds
@@ -376,7 +359,7 @@ def print_all(found: dict[str, Any]) -> None:
             f"{row.served_cpu:.0f} ({row.echo_cpu:.0f})"
         )
         print(f"  {'':<12} our client {_row(row.client)}")
-    print("\n40 KB over TCP, us")
+    print(f"\n40 KB over TCP, {WAYS_CALLS} calls in a row each, us")
     for name in ("client", "httpx_fast", "httpx_plain", "httpx_echo"):
         print(f"  {name:<23} {_row(found['ways'][name])}")
     print(

@@ -25,14 +25,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from recording import Recording
 from served import ROOT, Counters, Served, hit_ratio, serving
 from step_control import control, print_control
 from tokenizers import Tokenizer
 
 from engram_client import EngramClient, Segment
-from engram_client.client import drive
-from engram_client.exchange import Effects
-from engram_client.http1 import Request, Response
 from engram_core.tools.presets import tokenizer_json
 from engram_core.tools.synth import synth
 
@@ -65,24 +63,6 @@ class Row:
     bytes_down: int
     stages_p50_ms: dict[str, float]
     stages_p95_ms: dict[str, float]
-
-
-class Recording(EngramClient):
-    """A client that adds up what the service tells of its stages, in ms by name."""
-
-    def __init__(self, url: str, key: str, owner: str) -> None:
-        super().__init__(url, api_key=key, owner=owner)
-        self.stages: defaultdict[str, float] = defaultdict(float)
-
-    def _run(self, effects: Effects[Any]) -> Any:
-        return drive(effects, self._recorded, time.sleep)
-
-    def _recorded(self, request: Request) -> Response:
-        response = self._pool.exchange(request)
-        for part in filter(None, response.headers.get("server-timing", "").split(", ")):
-            name, _, ms = part.partition(";dur=")
-            self.stages[name] += float(ms)
-        return response
 
 
 class Runner:
@@ -163,7 +143,7 @@ def bench(
         for output in OUTPUTS:
             key = next(fresh)
             for transport, url in sorted(served.urls.items()):
-                with Recording(url, key, f"{transport}-{key}") as client:
+                with Recording(url, api_key=key, owner=f"{transport}-{key}") as client:
                     runner = Runner(client, text, sequences, block, output)
                     counters = Counters(served)
                     row = _row(client, runner, counters, seconds, is_cold=transport == "tcp")
@@ -190,8 +170,8 @@ def _row(
         for _ in range(runner.pass_steps):
             client.stages.clear()
             times.append(runner.timed_step())
-            for name, ms in client.stages.items():
-                stages[name].append(ms)
+            for name, seconds_of in client.stages.items():
+                stages[name].append(sum(seconds_of) * 1e3)
         for name, value in counters.look().items():
             totals[name] += value
     return {
