@@ -380,7 +380,10 @@ class Engine:
 
     def _end_waits(self) -> None:
         with self._lock:
-            self._steps.end_waits()
+            if self._scheduler.failure is None:
+                self._steps.end_waits()
+            else:  # not "not pushed": pushes are refused now
+                self._steps.refuse_waits(self._scheduler.refusal())
             self._timer.set(self._steps.waiting.next_deadline_s())
         self._steps.tell()
 

@@ -920,6 +920,13 @@ FAULTS = (
         CLIENT_DIRECT,
     ),
     fault(
+        "engine-failure-told-as-not-pushed",
+        "engram_core/engine.py",
+        "            if self._scheduler.failure is None:\n                self._steps.end",
+        "            if self is not None:\n                self._steps.end",
+        "tests/unit/test_engine.py",
+    ),
+    fault(
         "client-pushes-to-an-end-that-moved",
         "engram_client/exchange.py",
         "        if length is not None and state.length != length:\n",

@@ -597,6 +597,17 @@ def test_failure_stops_the_engine(bench: Bench) -> None:
         refused(errors.Internal, call)
 
 
+def test_what_waits_when_the_backend_fails_is_told_that(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2, IDS)
+    early = bench.begin(of((1, 0, 1)), Output.KV, wait_ms=500)
+    bench.backend.fail_on = "project"
+    refused(errors.Internal, lambda: bench.step(of((2, 0, 5)), Output.KV))
+    bench.clock.now_s += 0.6
+    bench.engine._end_waits()  # as its timer does, whose clock stands still here
+    refused(errors.Internal, lambda: early.result(30))
+
+
 def test_close_refuses_what_waits_and_ends_every_thread() -> None:
     before = set(threading.enumerate())
     bench = Bench()
