@@ -88,7 +88,11 @@ class _Asked(NamedTuple):
 
 
 class Place:
-    """Where one whole body at a time is worked on: in the memory of the model that is served."""
+    """Where one whole body at a time is worked on: in the memory of the model that is served.
+
+    One serves every connection: between the body's copy into it and the answer's copy out of it,
+    behind its head, nothing is awaited and nothing works on it that has not returned.
+    """
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state

@@ -11,8 +11,9 @@ from engram_core.backends.cpu import CpuNearRead
 
 
 class ProjectingNear:
-    """`backends.base.NearBatches` over a backend. is_busy: as beside a long prefill; begun: the
-    slots of every projection"""
+    """`backends.base.NearBatches` over a backend, for tests in which no lane projects meanwhile: a
+    CPU backend's workspace is one. is_busy: as beside a long prefill; begun: the slots of every
+    projection"""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
