@@ -176,6 +176,7 @@ class PooledMemory:
         self.pieces = Pieces(block)
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uint8 [num_bytes]. Raises Overloaded: no piece is so large now."""
         if num_bytes < PAGE_BYTES:
             return np.empty(num_bytes, np.uint8)
         piece = self.pieces.take(num_bytes)
@@ -188,6 +189,7 @@ class PooledMemory:
         return piece
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `buffer`, of a shape."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < PAGE_BYTES:
             return torch.empty(shape, dtype=dtype)
