@@ -15,7 +15,7 @@
 #include "../status.h"
 #include "dependent.cuh"
 #include "mma.cuh"
-#include "project_stored.h"
+#include "project_stored.cuh"
 #include "stored_streams.cuh"
 #include "wgmma.cuh"
 
@@ -249,10 +249,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #endif
 }
 
+using FP8Stream = RegisterStream<E4M3Decoder>;
+using Q2Stream = RegisterStream<Q2KDecoder<BySharedMemory>, 2>;
+using Q3Stream = RegisterStream<Q3KDecoder<BySharedMemory>, 2>;
+using Q4Stream = RegisterStream<Q4KDecoder<BySharedMemory>>;
+using Q8Stream = RegisterStream<Q80Decoder, 1, 6>;
+
 constexpr int kMostStages = 44;  // whose tokens fit into a block's 227 KB, whatever the exchange
-static_assert(DecodeLayout<Q3KStream<2, BySharedMemory>>::bytes(kMostStages) <= 227 * 1024,
+static_assert(DecodeLayout<Q3Stream>::bytes(kMostStages) <= 227 * 1024,
               "a block of compute capability 9.0 has 227 KB");
-static_assert(DecodeLayout<Q4KStream<BySharedMemory>>::bytes(kMostStages) <= 227 * 1024,
+static_assert(DecodeLayout<Q4Stream>::bytes(kMostStages) <= 227 * 1024,
               "a block of compute capability 9.0 has 227 KB");
 
 bool decode_takes(const StoredArgs& args) {
@@ -292,15 +298,15 @@ engram_status launch_decode(int32_t format, const StoredArgs& args, cudaStream_t
                 major, minor);
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_decode_format<Q2KStream<2, BySharedMemory>>(args, num_sms, stream);
+      return launch_decode_format<Q2Stream>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_decode_format<Q3KStream<2, BySharedMemory>>(args, num_sms, stream);
+      return launch_decode_format<Q3Stream>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_decode_format<Q4KStream<BySharedMemory>>(args, num_sms, stream);
+      return launch_decode_format<Q4Stream>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_decode_format<Q80Stream>(args, num_sms, stream);
+      return launch_decode_format<Q8Stream>(args, num_sms, stream);
     default:
-      return launch_decode_format<E4M3Stream>(args, num_sms, stream);
+      return launch_decode_format<FP8Stream>(args, num_sms, stream);
   }
 }
 

@@ -15,7 +15,7 @@
 #include "../status.h"
 #include "dependent.cuh"
 #include "mma.cuh"
-#include "project_stored.h"
+#include "project_stored.cuh"
 #include "stored_streams.cuh"
 
 namespace engram {
@@ -211,20 +211,22 @@ engram_status launch_class(const StoredArgs& args, cudaStream_t stream) {
 }
 
 engram_status launch_mma(int32_t format, const StoredArgs& args, cudaStream_t stream) {
-  using Q2 = Q2KStream<2, ByShuffle>;
-  using Q3 = Q3KStream<1, ByShuffle>;
-  using Q4 = Q4KStream<ByShuffle>;
+  using FP8 = RegisterStream<E4M3Decoder>;
+  using Q2 = Q2KDecoder<ByShuffle>;
+  using Q3 = RegisterStream<Q3KDecoder<ByShuffle>>;
+  using Q4 = RegisterStream<Q4KDecoder<ByShuffle>>;
+  using Q8 = RegisterStream<Q80Decoder, 1, 6>;
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_class<Q2, Q2KStream<1, ByShuffle>, 1>(args, stream);
+      return launch_class<RegisterStream<Q2, 2>, RegisterStream<Q2>, 1>(args, stream);
     case ENGRAM_Q3_K:
       return launch_class<Q3, Q3, 1, 1>(args, stream);
     case ENGRAM_Q4_K:
       return launch_class<Q4, Q4, 1, 1>(args, stream);
     case ENGRAM_Q8_0:
-      return launch_class<Q80Stream, Q80Stream, 1, 1>(args, stream);
+      return launch_class<Q8, Q8, 1, 1>(args, stream);
     default:
-      return launch_class<E4M3Stream, E4M3Stream, 2>(args, stream);
+      return launch_class<FP8, FP8, 2>(args, stream);
   }
 }
 

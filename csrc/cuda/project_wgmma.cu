@@ -17,7 +17,7 @@
 #include "../status.h"
 #include "dependent.cuh"
 #include "mma.cuh"
-#include "project_stored.h"
+#include "project_stored.cuh"
 #include "shared_streams.cuh"
 #include "stored_streams.cuh"
 #include "wgmma.cuh"
@@ -361,15 +361,15 @@ engram_status launch_wgmma(int32_t format, const StoredArgs& args, cudaStream_t 
                 minor);
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_format<Q2KDecoder>(args, num_sms, stream);
+      return launch_format<SharedStream<Q2KDecoder<BySharedMemory>>>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_format<Q3KDecoder>(args, num_sms, stream);
+      return launch_format<SharedStream<Q3KDecoder<BySharedMemory>>>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_format<Q4KDecoder>(args, num_sms, stream);
+      return launch_format<SharedStream<Q4KDecoder<BySharedMemory>>>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_format<Q80Decoder>(args, num_sms, stream);
+      return launch_format<SharedStream<Q80Decoder>>(args, num_sms, stream);
     default:
-      return launch_format<E4M3Decoder>(args, num_sms, stream);
+      return launch_format<SharedStream<E4M3Decoder>>(args, num_sms, stream);
   }
 }
 
