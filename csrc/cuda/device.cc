@@ -63,15 +63,22 @@ engram_status engram_device_free(void* pointer) {
   return ENGRAM_OK;
 }
 
+// Says why memory was refused; the runtime's copy of the error is not to be found after somebody
+// else's launch.
+static engram_status refused(engram_status status, const char* what, int64_t num_bytes,
+                             cudaError_t error) {
+  cudaGetLastError();
+  return fail(status, "%s of %lld bytes: %s", what, static_cast<long long>(num_bytes),
+              cudaGetErrorString(error));
+}
+
 engram_status engram_host_alloc(int64_t num_bytes, void** pointer) {
   ENGRAM_REQUIRE(num_bytes > 0, "host_alloc: expected num_bytes > 0, got %lld",
                  static_cast<long long>(num_bytes));
   const cudaError_t status = cudaHostAlloc(pointer, static_cast<size_t>(num_bytes),
                                            cudaHostAllocMapped | cudaHostAllocPortable);
-  if (status == cudaSuccess) return ENGRAM_OK;
-  cudaGetLastError();  // not to be found after somebody else's launch
-  return fail(ENGRAM_CUDA_ERROR, "host_alloc of %lld bytes: %s",
-              static_cast<long long>(num_bytes), cudaGetErrorString(status));
+  return status == cudaSuccess ? ENGRAM_OK
+                               : refused(ENGRAM_CUDA_ERROR, "host_alloc", num_bytes, status);
 }
 
 engram_status engram_host_free(void* pointer) {
@@ -92,10 +99,8 @@ engram_status engram_host_register(void* pointer, int64_t num_bytes) {
     return fail(ENGRAM_UNSUPPORTED, "host_register: registered memory has another address here");
   const cudaError_t status = cudaHostRegister(pointer, static_cast<size_t>(num_bytes),
                                               cudaHostRegisterMapped | cudaHostRegisterPortable);
-  if (status == cudaSuccess) return ENGRAM_OK;
-  cudaGetLastError();  // not to be found after somebody else's launch
-  return fail(ENGRAM_UNSUPPORTED, "host_register of %lld bytes: %s",
-              static_cast<long long>(num_bytes), cudaGetErrorString(status));
+  return status == cudaSuccess ? ENGRAM_OK
+                               : refused(ENGRAM_UNSUPPORTED, "host_register", num_bytes, status);
 }
 
 engram_status engram_host_unregister(void* pointer) {

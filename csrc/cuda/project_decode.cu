@@ -13,11 +13,11 @@
 
 #include "../engram.h"
 #include "../status.h"
+#include "barriers.cuh"
 #include "dependent.cuh"
 #include "mma.cuh"
 #include "project_stored.cuh"
 #include "stored_streams.cuh"
-#include "wgmma.cuh"
 
 namespace engram {
 
@@ -49,21 +49,6 @@ struct DecodeLayout {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t num_bytes,
-                                          uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(num_bytes), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void load_shared(uint32_t (&v)[4], uint32_t at) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(at));
-}
 
 // A tile, and what its warp reads beside the weights.
 template <class Stream>
@@ -164,10 +149,9 @@ __device__ __forceinline__ void multiply_quarter(TileWarp<Stream>& warp, uint32_
       warp.load_tokens(b[1], stage, kPart * 2 + 1);
       if (kPart > 0 || stage > 0) {
         barrier_wait(turns + kPart * 8, (kPart > 0 ? stage : stage - 1) & 1);
-        uint32_t sums[4];
-        load_shared(sums, handed);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) warp.sums[i] = __uint_as_float(sums[i]);
+        const uint4 sums = SharedBytes{handed}.load16(0);
+        warp.sums[0] = __uint_as_float(sums.x), warp.sums[1] = __uint_as_float(sums.y);
+        warp.sums[2] = __uint_as_float(sums.z), warp.sums[3] = __uint_as_float(sums.w);
       }
       warp.multiply_unit(a[0], b[0]);
       warp.multiply_unit(a[1], b[1]);
@@ -286,16 +270,8 @@ engram_status launch_decode_format(const StoredArgs& stored, int num_sms, cudaSt
   return ENGRAM_OK;
 }
 
-engram_status launch_decode(int32_t format, const StoredArgs& args, cudaStream_t stream) {
-  int device = 0, major = 0, minor = 0, num_sms = 0;
-  ENGRAM_CUDA(cudaGetDevice(&device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-  if (major != 9 || minor != 0)
-    return fail(ENGRAM_UNSUPPORTED,
-                "project_stored: this form needs compute capability 9.0, this device has %d.%d",
-                major, minor);
+engram_status launch_decode(int32_t format, const StoredArgs& args, int num_sms,
+                            cudaStream_t stream) {
   switch (format) {
     case ENGRAM_Q2_K:
       return launch_decode_format<Q2Stream>(args, num_sms, stream);

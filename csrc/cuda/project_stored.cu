@@ -59,30 +59,6 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[kTiles][kTokens / 8]
   }
 }
 
-// Accumulators -> the warp's part of shared memory [token][output] -> 16-byte stores.
-template <int kTokens, int kTiles>
-__device__ __forceinline__ void store_outputs(const StoredArgs& args,
-                                              const float (&sums)[kTiles][kTokens / 8][4],
-                                              __nv_bfloat16* part, int64_t output, int lane) {
-  constexpr int kOutputs = kTiles * kTileOutputs, kPitch = kOutputs + 8;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        part[(n * 8 + lane % 4 * 2 + i % 2) * kPitch + tile * kTileOutputs + lane / 4 + i / 2 * 8] =
-            __float2bfloat16_rn(sums[tile][n][i]);
-  __syncwarp();
-  for (int i = lane; i < kTokens * (kOutputs / 8); i += 32) {
-    const int token = i / (kOutputs / 8), chunk = i % (kOutputs / 8);
-    if (token >= args.num_tokens) break;
-    *reinterpret_cast<uint4*>(args.kv + args.list.slot(token) * args.out_features + output +
-                              chunk * 8) =
-        *reinterpret_cast<const uint4*>(part + token * kPitch + chunk * 8);
-  }
-}
-
 // Tokens of a batch class; stages in shared memory; the most tiles of a warp and warps of a block;
 // blocks a multiprocessor.
 template <int kTokensOf, int kStagesOf, int kTilesOf, int kWarpsOf, int kBlocksOf>
@@ -90,7 +66,7 @@ struct Class {
   static constexpr int kTokens = kTokensOf, kStages = kStagesOf, kTiles = kTilesOf;
   static constexpr int kWarps = kWarpsOf, kBlocks = kBlocksOf;
   static constexpr int kStageBytes = kTokens * kTokenBytes;
-  static constexpr int kPartBytes = kTokens * (kTiles * kTileOutputs + 8) * 2;
+  static constexpr int kPartBytes = output_bytes(kTokens, kTiles);  // of a warp
   static constexpr int kSharedBytes =
       kStages * kStageBytes > kWarps* kPartBytes ? kStages * kStageBytes : kWarps * kPartBytes;
   static_assert(kSharedBytes <= 99 * 1024, "devices of compute capability 12 have 99 KB a block");
@@ -147,9 +123,8 @@ __device__ __forceinline__ void project_tiles(const StoredArgs& args, uint8_t* s
   asm volatile("cp.async.wait_group 0;");
   __syncthreads();
   if (has_work)
-    store_outputs<kTokens, kTiles>(
-        args, sums, reinterpret_cast<__nv_bfloat16*>(shared + warp * Class::kPartBytes),
-        first_tile * kTileOutputs, lane);
+    store_outputs<kTokens, kTiles>(args, sums, shared + warp * Class::kPartBytes,
+                                   first_tile * kTileOutputs, lane);
 }
 
 template <class Stream, class Class>
@@ -173,13 +148,10 @@ __global__ void __launch_bounds__(Class::kWarps * 32, Class::kBlocks)
 }
 
 template <class Stream, class Class>
-engram_status launch_stored(const StoredArgs& args, cudaStream_t stream) {
+engram_status launch_stored(const StoredArgs& args, int num_sms, cudaStream_t stream) {
   const auto kernel = project_stored_kernel<Stream, Class>;
   ENGRAM_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    Class::kSharedBytes));
-  int device = 0, num_sms = 0;
-  ENGRAM_CUDA(cudaGetDevice(&device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   // Every block gets floor or ceil of its share of the tiles: at most kTiles a warp.
   constexpr int kBlockTiles = Class::kTiles * Class::kWarps;
   const int64_t tiles = args.out_features / kTileOutputs;
@@ -199,18 +171,19 @@ engram_status launch_stored(const StoredArgs& args, cudaStream_t stream) {
 // instead of 42.8). From 32 tokens on a warp with two tiles reads each token once for both, where
 // the registers suffice.
 template <class Few, class Many, int kBlocks, int kTiles = 2>
-engram_status launch_class(const StoredArgs& args, cudaStream_t stream) {
+engram_status launch_class(const StoredArgs& args, int num_sms, cudaStream_t stream) {
   constexpr int kWarps = 16 / kBlocks, kManyWarps = kTiles == 2 ? 8 : 16;
   if (args.num_tokens <= 8)
-    return launch_stored<Few, Class<8, 4, 1, kWarps, kBlocks>>(args, stream);
+    return launch_stored<Few, Class<8, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
   if (args.num_tokens <= 16)
-    return launch_stored<Few, Class<16, 4, 1, kWarps, kBlocks>>(args, stream);
+    return launch_stored<Few, Class<16, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
   if (args.num_tokens <= 32)
-    return launch_stored<Many, Class<32, 4, kTiles, kManyWarps, 1>>(args, stream);
-  return launch_stored<Many, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, stream);
+    return launch_stored<Many, Class<32, 4, kTiles, kManyWarps, 1>>(args, num_sms, stream);
+  return launch_stored<Many, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, num_sms, stream);
 }
 
-engram_status launch_mma(int32_t format, const StoredArgs& args, cudaStream_t stream) {
+engram_status launch_mma(int32_t format, const StoredArgs& args, int num_sms,
+                         cudaStream_t stream) {
   using FP8 = RegisterStream<E4M3Decoder>;
   using Q2 = Q2KDecoder<ByShuffle>;
   using Q3 = RegisterStream<Q3KDecoder<ByShuffle>>;
@@ -218,15 +191,15 @@ engram_status launch_mma(int32_t format, const StoredArgs& args, cudaStream_t st
   using Q8 = RegisterStream<Q80Decoder, 1, 6>;
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_class<RegisterStream<Q2, 2>, RegisterStream<Q2>, 1>(args, stream);
+      return launch_class<RegisterStream<Q2, 2>, RegisterStream<Q2>, 1>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_class<Q3, Q3, 1, 1>(args, stream);
+      return launch_class<Q3, Q3, 1, 1>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_class<Q4, Q4, 1, 1>(args, stream);
+      return launch_class<Q4, Q4, 1, 1>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_class<Q8, Q8, 1, 1>(args, stream);
+      return launch_class<Q8, Q8, 1, 1>(args, num_sms, stream);
     default:
-      return launch_class<FP8, FP8, 2>(args, stream);
+      return launch_class<FP8, FP8, 2>(args, num_sms, stream);
   }
 }
 
@@ -254,8 +227,17 @@ engram_status engram_project_stored(const engram_project_stored_params* params) 
   fill_slot_list(args.list, project.slots, nullptr, project.num_tokens,
                  project.slots_on_device != 0);
   const cudaStream_t stream = static_cast<cudaStream_t>(project.stream);
-  if (params->form == ENGRAM_STORED_WGMMA && decode_takes(args))
-    return launch_decode(params->format, args, stream);
-  if (params->form == ENGRAM_STORED_WGMMA) return launch_wgmma(params->format, args, stream);
-  return launch_mma(params->format, args, stream);
+  int device = 0, major = 0, minor = 0, num_sms = 0;
+  ENGRAM_CUDA(cudaGetDevice(&device));
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  if (params->form != ENGRAM_STORED_WGMMA)
+    return launch_mma(params->format, args, num_sms, stream);
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  if (major != 9 || minor != 0)
+    return fail(ENGRAM_UNSUPPORTED,
+                "project_stored: form WGMMA needs compute capability 9.0, this device has %d.%d",
+                major, minor);
+  if (decode_takes(args)) return launch_decode(params->format, args, num_sms, stream);
+  return launch_wgmma(params->format, args, num_sms, stream);
 }

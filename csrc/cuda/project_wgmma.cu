@@ -15,6 +15,7 @@
 
 #include "../engram.h"
 #include "../status.h"
+#include "barriers.cuh"
 #include "dependent.cuh"
 #include "mma.cuh"
 #include "project_stored.cuh"
@@ -53,9 +54,9 @@ struct WgmmaClass {
   static constexpr int kBarriersAt = kWeightsAt + (kTileWarps + 1) * kSlots * kStageBytes;
   static constexpr int kBarriers = 2 * kRing + (kTileWarps + 1) * kSlots;
   static constexpr int kSharedBytes = kBarriersAt + kBarriers * 8 + 1024;  // aligned by hand
-  static constexpr int kPitch = kTileOutputs + 8;
   static_assert(kSharedBytes <= 227 * 1024, "a block of compute capability 9.0 has 227 KB");
-  static_assert((kTileWarps + 1) * kTokens * kPitch * 2 <= kFragmentsAt, "outputs re-use the ring");
+  static constexpr int kOutputBytes = output_bytes(kTokens, 1);  // of a warp
+  static_assert((kTileWarps + 1) * kOutputBytes <= kFragmentsAt, "outputs re-use the ring");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -95,13 +96,13 @@ struct Ring {
 
 // 32 of k: the warpgroup's four tiles and all tokens. `a` holds the registers of this unit and of
 // the one before, which pending steps may still read.
-template <int kUnit, class Class, class Decoder>
+template <int kUnit, class Class, class Stream>
 __device__ __forceinline__ void multiply_unit(float (&sums)[Class::kGroups][4],
-                                              uint32_t (&a)[2][2][4], Decoder& decoder,
+                                              uint32_t (&a)[2][2][4], Stream& stream,
                                               uint32_t tokens) {
   constexpr int kTurn = kUnit % 2;
-  if constexpr (kUnit + 1 < kUnits) decoder.template load<kUnit + 1>();
-  decoder.template decode<kUnit>(a[kTurn]);
+  if constexpr (kUnit + 1 < kUnits) stream.template load<kUnit + 1>();
+  stream.template decode<kUnit>(a[kTurn]);
   hold(a[kTurn]);
   wgmma_fence();
   const uint32_t word = descriptor_word(tokens);
@@ -114,26 +115,26 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[Class::kGroups][4],
 }
 
 // A warp of a warpgroup with work: one tile from beginning to end of k.
-template <class Decoder, class Class, class Weights>
+template <class Stream, class Class, class Weights>
 __device__ __forceinline__ void multiply_tile(float (&sums)[Class::kGroups][4],
                                               Ring<Class> ring, Weights& weights,
-                                              Decoder& decoder, int num_stages, int lane) {
+                                              Stream& stream, int num_stages, int lane) {
   uint32_t a[2][2][4] = {};
 #pragma unroll 1
   for (int stage = 0; stage < num_stages; ++stage) {
-    decoder.begin(weights.wait());
-    decoder.template load<0>();
+    stream.begin(weights.wait());
+    stream.template load<0>();
     const uint32_t tokens = ring.wait();
-    multiply_unit<0, Class>(sums, a, decoder, tokens);
+    multiply_unit<0, Class>(sums, a, stream, tokens);
     // The last step of the stage before is done now.
     ring.leave_previous(stage > 0, lane);
-    multiply_unit<1, Class>(sums, a, decoder, tokens);
-    multiply_unit<2, Class>(sums, a, decoder, tokens);
-    multiply_unit<3, Class>(sums, a, decoder, tokens);
-    multiply_unit<4, Class>(sums, a, decoder, tokens);
-    multiply_unit<5, Class>(sums, a, decoder, tokens);
-    multiply_unit<6, Class>(sums, a, decoder, tokens);
-    multiply_unit<7, Class>(sums, a, decoder, tokens);
+    multiply_unit<1, Class>(sums, a, stream, tokens);
+    multiply_unit<2, Class>(sums, a, stream, tokens);
+    multiply_unit<3, Class>(sums, a, stream, tokens);
+    multiply_unit<4, Class>(sums, a, stream, tokens);
+    multiply_unit<5, Class>(sums, a, stream, tokens);
+    multiply_unit<6, Class>(sums, a, stream, tokens);
+    multiply_unit<7, Class>(sums, a, stream, tokens);
     __syncwarp();
     weights.leave(lane == 0);
     ring.advance();
@@ -157,13 +158,13 @@ __device__ __forceinline__ void bring_tokens(const CUtensorMap& map, Ring<Class>
 }
 
 // Two units of a tile that is over, into shared memory as tile_descriptor has them.
-template <int kFirst, class Decoder>
-__device__ __forceinline__ void decode_quarter(Decoder& decoder, uint32_t fragments, int lane) {
+template <int kFirst, class Stream>
+__device__ __forceinline__ void decode_quarter(Stream& stream, uint32_t fragments, int lane) {
   uint32_t a[2][2][4];
-  decoder.template load<kFirst, true>();
-  decoder.template load<kFirst + 1, true>();
-  decoder.template decode<kFirst>(a[0]);
-  decoder.template decode<kFirst + 1>(a[1]);
+  stream.template load<kFirst, true>();
+  stream.template load<kFirst + 1, true>();
+  stream.template decode<kFirst>(a[0]);
+  stream.template decode<kFirst + 1>(a[1]);
   hold(a[0]);
   hold(a[1]);
   asm volatile("bar.sync 2, 128;" ::: "memory");  // nobody reads this half any more
@@ -175,19 +176,19 @@ __device__ __forceinline__ void decode_quarter(Decoder& decoder, uint32_t fragme
 }
 
 // The fourth warpgroup: a tile that is over. Returns with its sums in the first warp.
-template <class Decoder, class Class, class Weights>
+template <class Stream, class Class, class Weights>
 __device__ __forceinline__ void multiply_left(float (&sums)[Class::kGroups][4], Ring<Class> ring,
-                                              Weights& weights, Decoder& decoder,
+                                              Weights& weights, Stream& stream,
                                               uint32_t fragments, int num_stages, int warp,
                                               int lane) {
 #pragma unroll 1
   for (int stage = 0; stage < num_stages; ++stage) {
     const uint32_t half = fragments + stage % 2 * kTileBytes;
-    decoder.begin(weights.wait());
-    if (warp == 0) decode_quarter<0>(decoder, half, lane);
-    if (warp == 1) decode_quarter<2>(decoder, half, lane);
-    if (warp == 2) decode_quarter<4>(decoder, half, lane);
-    if (warp == 3) decode_quarter<6>(decoder, half, lane);
+    stream.begin(weights.wait());
+    if (warp == 0) decode_quarter<0>(stream, half, lane);
+    if (warp == 1) decode_quarter<2>(stream, half, lane);
+    if (warp == 2) decode_quarter<4>(stream, half, lane);
+    if (warp == 3) decode_quarter<6>(stream, half, lane);
     publish_to_wgmma();
     asm volatile("bar.sync 1, 128;" ::: "memory");  // the stage is decoded
     const uint32_t tokens = ring.wait();
@@ -208,30 +209,9 @@ __device__ __forceinline__ void multiply_left(float (&sums)[Class::kGroups][4], 
   hold(sums);
 }
 
-// A warp's tile: accumulators -> its part of shared memory [token][output] -> 16-byte stores.
-template <class Class>
-__device__ __forceinline__ void store_tile(const StoredArgs& args,
-                                           const float (&sums)[Class::kGroups][4],
-                                           __nv_bfloat16* part, int64_t tile, int lane) {
-#pragma unroll
-  for (int n = 0; n < Class::kGroups; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      part[(n * 8 + lane % 4 * 2 + i % 2) * Class::kPitch + lane / 4 + i / 2 * 8] =
-          __float2bfloat16_rn(sums[n][i]);
-  __syncwarp();
-  for (int i = lane; i < Class::kTokens * 2; i += 32) {
-    const int token = i / 2, chunk = i % 2;
-    if (token >= args.num_tokens) break;
-    *reinterpret_cast<uint4*>(args.kv + args.list.slot(token) * args.out_features +
-                              tile * kTileOutputs + chunk * 8) =
-        *reinterpret_cast<const uint4*>(part + token * Class::kPitch + chunk * 8);
-  }
-}
-
 #endif
 
-template <class Decoder, class Class>
+template <class Stream, class Class>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     project_wgmma_kernel(const __grid_constant__ WgmmaArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -259,34 +239,32 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncthreads();
   // The first weights are on their way while the rows are still being gathered.
-  TileRing<Decoder::kStageBytes, Class::kSlots> weights;
-  Decoder decoder;
+  TileRing<Stream::kStageBytes, Class::kSlots> weights;
+  Stream stream;
   if (has_work) {
     const int place = (is_left ? kTileWarps : warp) * Class::kSlots;
-    weights.start(args.stored, tile, base + Class::kWeightsAt + place * Decoder::kStageBytes,
+    weights.start(args.stored, tile, base + Class::kWeightsAt + place * Stream::kStageBytes,
                   weight_barriers + place * 8, lane == 0 && warp <= kTileWarps);
-    decoder.start(args.stored, tile, lane,
-                  base + Class::kExchangeAt + warp * Decoder::kExchangeBytes);
+    stream.start(args.stored, tile, lane,
+                  base + Class::kExchangeAt + warp * Stream::kExchangeBytes);
   }
-  float sums[Class::kGroups][4] = {};
+  float sums[1][Class::kGroups][4] = {};
   if (warp == kSourceWarp) {
     if (lane == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&args.tokens) : "memory");
     await_prerequisites();
     if (lane == 0 && readers > 0) bring_tokens<Class>(args.tokens, ring, num_stages);
     __syncwarp();
   } else if (has_work && is_left) {
-    multiply_left<Decoder, Class>(sums, ring, weights, decoder, base + Class::kFragmentsAt,
+    multiply_left<Stream, Class>(sums[0], ring, weights, stream, base + Class::kFragmentsAt,
                                   num_stages, warp - kTileWarps, lane);
   } else if (has_work) {
-    multiply_tile<Decoder, Class>(sums, ring, weights, decoder, num_stages, lane);
+    multiply_tile<Stream, Class>(sums[0], ring, weights, stream, num_stages, lane);
   }
   await_prerequisites();
   __syncthreads();  // nobody reads tokens any more
   if (has_work && warp <= kTileWarps)
-    store_tile<Class>(args.stored, sums,
-                      reinterpret_cast<__nv_bfloat16*>(shared) +
-                          warp * Class::kTokens * Class::kPitch,
-                      tile, lane);
+    store_outputs<Class::kTokens, 1>(args.stored, sums, shared + warp * Class::kOutputBytes,
+                                     tile * kTileOutputs, lane);
 #endif
 }
 
@@ -317,10 +295,10 @@ engram_status describe_tokens(const StoredArgs& stored, CUtensorMap& map) {
   return ENGRAM_OK;
 }
 
-template <class Decoder, int kTokens, int kRing>
+template <class Stream, int kTokens, int kRing>
 engram_status launch_wgmma_class(WgmmaArgs& args, unsigned blocks, cudaStream_t stream) {
-  using Class = WgmmaClass<kTokens, kRing, Decoder::kStageBytes, Decoder::kExchangeBytes>;
-  const auto kernel = project_wgmma_kernel<Decoder, Class>;
+  using Class = WgmmaClass<kTokens, kRing, Stream::kStageBytes, Stream::kExchangeBytes>;
+  const auto kernel = project_wgmma_kernel<Stream, Class>;
   if (const engram_status status = describe_tokens<kTokens>(args.stored, args.tokens))
     return status;
   ENGRAM_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -330,7 +308,7 @@ engram_status launch_wgmma_class(WgmmaArgs& args, unsigned blocks, cudaStream_t 
 }
 
 // Every block the same number of warpgroups and one tile that is over, where that is possible.
-template <class Decoder>
+template <class Stream>
 engram_status launch_format(const StoredArgs& stored, int num_sms, cudaStream_t stream) {
   const int64_t tiles = stored.out_features / kTileOutputs;
   const int64_t each = tiles / 4 / num_sms < kUnitGroups ? tiles / 4 / num_sms : kUnitGroups;
@@ -344,32 +322,30 @@ engram_status launch_format(const StoredArgs& stored, int num_sms, cudaStream_t 
     if (blocks < args.num_left) blocks = args.num_left;
   }
   const unsigned grid = static_cast<unsigned>(blocks);
-  if (stored.num_tokens <= 16) return launch_wgmma_class<Decoder, 16, 4>(args, grid, stream);
-  if (stored.num_tokens <= 32) return launch_wgmma_class<Decoder, 32, 3>(args, grid, stream);
-  return launch_wgmma_class<Decoder, 64, 3>(args, grid, stream);
+  if (stored.num_tokens <= 16) return launch_wgmma_class<Stream, 16, 4>(args, grid, stream);
+  if (stored.num_tokens <= 32) return launch_wgmma_class<Stream, 32, 3>(args, grid, stream);
+  return launch_wgmma_class<Stream, 64, 3>(args, grid, stream);
 }
 
-engram_status launch_wgmma(int32_t format, const StoredArgs& args, cudaStream_t stream) {
-  int device = 0, major = 0, minor = 0, num_sms = 0;
-  ENGRAM_CUDA(cudaGetDevice(&device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-  if (major != 9 || minor != 0)
-    return fail(ENGRAM_UNSUPPORTED,
-                "project_stored: wgmma needs compute capability 9.0, this device has %d.%d", major,
-                minor);
+using FP8Stream = SharedStream<E4M3Decoder>;
+using Q2Stream = SharedStream<Q2KDecoder<BySharedMemory>>;
+using Q3Stream = SharedStream<Q3KDecoder<BySharedMemory>>;
+using Q4Stream = SharedStream<Q4KDecoder<BySharedMemory>>;
+using Q8Stream = SharedStream<Q80Decoder>;
+
+engram_status launch_wgmma(int32_t format, const StoredArgs& args, int num_sms,
+                           cudaStream_t stream) {
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_format<SharedStream<Q2KDecoder<BySharedMemory>>>(args, num_sms, stream);
+      return launch_format<Q2Stream>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_format<SharedStream<Q3KDecoder<BySharedMemory>>>(args, num_sms, stream);
+      return launch_format<Q3Stream>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_format<SharedStream<Q4KDecoder<BySharedMemory>>>(args, num_sms, stream);
+      return launch_format<Q4Stream>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_format<SharedStream<Q80Decoder>>(args, num_sms, stream);
+      return launch_format<Q8Stream>(args, num_sms, stream);
     default:
-      return launch_format<SharedStream<E4M3Decoder>>(args, num_sms, stream);
+      return launch_format<FP8Stream>(args, num_sms, stream);
   }
 }
 

@@ -7,10 +7,10 @@
 
 #include <cuda_runtime.h>
 
+#include "barriers.cuh"
 #include "project_stored.cuh"
 #include "stored_bytes.cuh"
 #include "stored_decoders.cuh"
-#include "wgmma.cuh"
 
 namespace engram {
 
