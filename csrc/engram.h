@@ -153,11 +153,11 @@ typedef struct {
   int64_t* slots_out; /* device, with a descriptor: its slots [T], for the projection behind; or
                        * NULL */
   int64_t num_tokens;
-  int32_t num_cols; /* C */
-  int32_t output;   /* engram_gather_output */
-  void* out;        /* 16-byte aligned */
-  int32_t is_released_early; /* the kernel behind may start at once: what it asks for before it waits
-                              * does not hold the rows up (a projection over wkv as stored) */
+  int32_t num_cols;          /* C */
+  int32_t output;            /* engram_gather_output */
+  void* out;                 /* 16-byte aligned */
+  int32_t is_released_early; /* the kernel behind may start at once: what it asks for before it
+                              * waits does not hold the rows up (a projection over wkv as stored) */
   engram_stream stream;
 } engram_gather_params;
 
@@ -180,11 +180,11 @@ engram_status engram_dequantize(const engram_dequantize_params* params);
 /* ---- projection: kv = rows @ wkv^T, one f32 accumulator a value, k ascending ---- */
 
 typedef struct {
-  const void* rows;     /* bf16 [T, K] */
-  const void* wkv;      /* bf16 [out_features, K] */
-  void* kv;             /* bf16 [num_slots, out_features] */
-  const int64_t* slots; /* [T] distinct, or NULL: token t goes to slot t. Host memory if
-                         * T <= ENGRAM_INLINE_TOKENS and not slots_on_device, else device */
+  const void* rows;        /* bf16 [T, K] */
+  const void* wkv;         /* bf16 [out_features, K] */
+  void* kv;                /* bf16 [num_slots, out_features] */
+  const int64_t* slots;    /* [T] distinct, or NULL: token t goes to slot t. Host memory if
+                            * T <= ENGRAM_INLINE_TOKENS and not slots_on_device, else device */
   int32_t slots_on_device; /* 1: at every T, so that a graph can read them when it runs */
   int64_t num_tokens;
   int64_t in_features, out_features; /* K % 8 == 0, out_features % 8 == 0 */
@@ -295,8 +295,8 @@ engram_status engram_replay(const engram_replay_params* params, const int64_t* s
 
 /* A piece of a residual on its way through the device. */
 typedef struct {
-  void* device; /* of ENGRAM_INLINE_TOKENS, f32 */
-  void* stage;  /* host, pinned: the same */
+  void* device;         /* of ENGRAM_INLINE_TOKENS, f32 */
+  void* stage;          /* host, pinned: the same */
   engram_stream stream; /* of a worker's pieces */
   engram_event arrived, computed;
   engram_event done[2]; /* the second: of the upper half of device and stage */
@@ -316,8 +316,8 @@ typedef enum {
 typedef struct {
   engram_gate_params gate; /* kv, qk, sizes, and the stream of gates between pinned buffers */
   int32_t way;             /* engram_way */
-  int32_t is_pageable; /* residual or out is no pinned memory: through the lanes' stages, copied by
-                        * the workers (one piece: by the calling thread, in place in its stage) */
+  int32_t is_pageable;  /* residual or out is no pinned memory: through the lanes' stages, copied by
+                         * the workers (one piece: by the calling thread, in place in its stage) */
   int64_t piece_tokens; /* the largest piece; of pageable memory half a lane at most */
   int32_t num_lanes;
   const engram_lane* lanes;       /* host */

@@ -91,9 +91,8 @@ engram_status engram_arrange(const engram_arrange_params* params) {
   ENGRAM_REQUIRE(blocks <= 0x7FFFFFFF, "arrange: %lld x %lld are too many values",
                  static_cast<long long>(outputs), static_cast<long long>(inputs));
   void (*kernel)(ArrangeArgs) = arrange_e4m3_kernel;
-  visit_arranged_blocks(params->format, [&](auto arranged) {
-    kernel = arrange_blocks_kernel<decltype(arranged)>;
-  });
+  visit_arranged_blocks(params->format,
+                        [&](auto arranged) { kernel = arrange_blocks_kernel<decltype(arranged)>; });
   kernel<<<static_cast<unsigned>(blocks), kArrangeWarps * 32, 0,
            static_cast<cudaStream_t>(params->stream)>>>(args);
   ENGRAM_CUDA(cudaGetLastError());

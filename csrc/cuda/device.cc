@@ -93,8 +93,8 @@ engram_status engram_host_register(void* pointer, int64_t num_bytes) {
   // The kernels are given the host's address.
   int is_same_address = 0, device = 0;
   ENGRAM_CUDA(cudaGetDevice(&device));
-  ENGRAM_CUDA(cudaDeviceGetAttribute(&is_same_address,
-                                     cudaDevAttrCanUseHostPointerForRegisteredMem, device));
+  ENGRAM_CUDA(cudaDeviceGetAttribute(&is_same_address, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                     device));
   if (!is_same_address)
     return fail(ENGRAM_UNSUPPORTED, "host_register: registered memory has another address here");
   const cudaError_t status = cudaHostRegister(pointer, static_cast<size_t>(num_bytes),

@@ -44,11 +44,11 @@ struct BySharedMemory {
   __device__ __forceinline__ void put(int turn, const uint32_t (&words)[kWords]) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + turn * kHalf +
-                                                                   chunk * 512),
-                   "r"(words[chunk * 4]), "r"(words[chunk * 4 + 1]), "r"(words[chunk * 4 + 2]),
-                   "r"(words[chunk * 4 + 3])
-                   : "memory");
+      asm volatile(
+          "st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + turn * kHalf + chunk * 512),
+          "r"(words[chunk * 4]), "r"(words[chunk * 4 + 1]), "r"(words[chunk * 4 + 2]),
+          "r"(words[chunk * 4 + 3])
+          : "memory");
     __syncwarp();
   }
 

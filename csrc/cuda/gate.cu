@@ -221,8 +221,7 @@ __global__ void __launch_bounds__(max_dim(kVectors) / (kVectors * Vector<kIsF32>
       if (!kWalks) return;
       continue;
     }
-    const auto* kv =
-        static_cast<const typename V::Kv*>(args.kv) + slot * (hc + 1) * vectors;
+    const auto* kv = static_cast<const typename V::Kv*>(args.kv) + slot * (hc + 1) * vectors;
     typename V::Residual packed[kVectors];
     typename V::Kv key[kVectors], value[kVectors];
 #pragma unroll

@@ -63,11 +63,10 @@ engram_status send_ahead(const Call& call, engram_stream stream, const void*& re
 // One launch a piece, in place in pinned memory.
 engram_status gate_mapped(const Call& call, const engram_event done) {
   const engram_stream stream = call.p.gate.stream;
-  const engram_graph graph =
-      call.p.graphs != nullptr && call.num_tokens <= ENGRAM_INLINE_TOKENS &&
-              call.num_tokens <= call.p.piece_tokens
-          ? call.p.graphs[call.num_tokens]
-          : nullptr;
+  const engram_graph graph = call.p.graphs != nullptr && call.num_tokens <= ENGRAM_INLINE_TOKENS &&
+                                     call.num_tokens <= call.p.piece_tokens
+                                 ? call.p.graphs[call.num_tokens]
+                                 : nullptr;
   const void* residual = call.residual;
   if (graph != nullptr && call.after != nullptr &&
       call.num_tokens * call.token_bytes <= kAheadBytes)

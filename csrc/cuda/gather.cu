@@ -187,8 +187,7 @@ static engram_status check_gather(const engram_gather_params& p) {
                  "gather: expected exactly one of windows, hash_ids and a descriptor");
   ENGRAM_REQUIRE(!is_hashed || p.hash != nullptr,
                  "gather: expected hash constants with windows, got NULL");
-  ENGRAM_REQUIRE(p.descriptor == nullptr ||
-                     (is_inline(p) && p.output != ENGRAM_OUT_STORED),
+  ENGRAM_REQUIRE(p.descriptor == nullptr || (is_inline(p) && p.output != ENGRAM_OUT_STORED),
                  "gather: a descriptor holds windows of at most 4 ids of at most %d tokens, whose "
                  "rows are dequantised",
                  ENGRAM_INLINE_TOKENS);

@@ -45,8 +45,7 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[kTiles][kTokens / 8]
                                               bool has_next, int lane) {
   uint32_t a[kTiles][2][4];
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-    streams[tile].template decode<kUnit>(a[tile], has_next);
+  for (int tile = 0; tile < kTiles; ++tile) streams[tile].template decode<kUnit>(a[tile], has_next);
 #pragma unroll
   for (int n = 0; n < kTokens / 8; ++n) {
     uint32_t b[4];  // 8 tokens
@@ -182,8 +181,7 @@ engram_status launch_class(const StoredArgs& args, int num_sms, cudaStream_t str
   return launch_stored<Many, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, num_sms, stream);
 }
 
-engram_status launch_mma(int32_t format, const StoredArgs& args, int num_sms,
-                         cudaStream_t stream) {
+engram_status launch_mma(int32_t format, const StoredArgs& args, int num_sms, cudaStream_t stream) {
   using FP8 = RegisterStream<E4M3Decoder>;
   using Q2 = Q2KDecoder<ByShuffle>;
   using Q3 = RegisterStream<Q3KDecoder<ByShuffle>>;
@@ -230,8 +228,7 @@ engram_status engram_project_stored(const engram_project_stored_params* params) 
   int device = 0, major = 0, minor = 0, num_sms = 0;
   ENGRAM_CUDA(cudaGetDevice(&device));
   ENGRAM_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-  if (params->form != ENGRAM_STORED_WGMMA)
-    return launch_mma(params->format, args, num_sms, stream);
+  if (params->form != ENGRAM_STORED_WGMMA) return launch_mma(params->format, args, num_sms, stream);
   ENGRAM_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   ENGRAM_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   if (major != 9 || minor != 0)

@@ -116,9 +116,9 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[Class::kGroups][4],
 
 // A warp of a warpgroup with work: one tile from beginning to end of k.
 template <class Stream, class Class, class Weights>
-__device__ __forceinline__ void multiply_tile(float (&sums)[Class::kGroups][4],
-                                              Ring<Class> ring, Weights& weights,
-                                              Stream& stream, int num_stages, int lane) {
+__device__ __forceinline__ void multiply_tile(float (&sums)[Class::kGroups][4], Ring<Class> ring,
+                                              Weights& weights, Stream& stream, int num_stages,
+                                              int lane) {
   uint32_t a[2][2][4] = {};
 #pragma unroll 1
   for (int stage = 0; stage < num_stages; ++stage) {
@@ -178,9 +178,8 @@ __device__ __forceinline__ void decode_quarter(Stream& stream, uint32_t fragment
 // The fourth warpgroup: a tile that is over. Returns with its sums in the first warp.
 template <class Stream, class Class, class Weights>
 __device__ __forceinline__ void multiply_left(float (&sums)[Class::kGroups][4], Ring<Class> ring,
-                                              Weights& weights, Stream& stream,
-                                              uint32_t fragments, int num_stages, int warp,
-                                              int lane) {
+                                              Weights& weights, Stream& stream, uint32_t fragments,
+                                              int num_stages, int warp, int lane) {
 #pragma unroll 1
   for (int stage = 0; stage < num_stages; ++stage) {
     const uint32_t half = fragments + stage % 2 * kTileBytes;
@@ -246,7 +245,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     weights.start(args.stored, tile, base + Class::kWeightsAt + place * Stream::kStageBytes,
                   weight_barriers + place * 8, lane == 0 && warp <= kTileWarps);
     stream.start(args.stored, tile, lane,
-                  base + Class::kExchangeAt + warp * Stream::kExchangeBytes);
+                 base + Class::kExchangeAt + warp * Stream::kExchangeBytes);
   }
   float sums[1][Class::kGroups][4] = {};
   if (warp == kSourceWarp) {
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     __syncwarp();
   } else if (has_work && is_left) {
     multiply_left<Stream, Class>(sums[0], ring, weights, stream, base + Class::kFragmentsAt,
-                                  num_stages, warp - kTileWarps, lane);
+                                 num_stages, warp - kTileWarps, lane);
   } else if (has_work) {
     multiply_tile<Stream, Class>(sums[0], ring, weights, stream, num_stages, lane);
   }
@@ -275,8 +274,8 @@ engram_status describe_tokens(const StoredArgs& stored, CUtensorMap& map) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                                12000, cudaEnableDefault, &result);
     return status == cudaSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found)
                                  : nullptr;
   }();
@@ -286,10 +285,10 @@ engram_status describe_tokens(const StoredArgs& stored, CUtensorMap& map) {
                               static_cast<cuuint64_t>(stored.in_features / 64)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stored.in_features) * 2, kRowBytes};
   const cuuint32_t box[] = {64, kTokens, kStageValues / 64}, steps[] = {1, 1, 1};
-  const CUresult result = encode(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(stored.rows), sizes,
-      strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(stored.rows),
+             sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return fail(ENGRAM_CUDA_ERROR, "cuTensorMapEncodeTiled failed: %d", static_cast<int>(result));
   return ENGRAM_OK;

@@ -51,8 +51,7 @@ void engram_workers::serve(int worker) {
   }
 }
 
-engram_status engram_workers_create(int32_t num_threads, int32_t device,
-                                    engram_workers** workers) {
+engram_status engram_workers_create(int32_t num_threads, int32_t device, engram_workers** workers) {
   ENGRAM_REQUIRE(num_threads >= 0 && num_threads <= 64, "workers: expected 0..64 threads, got %d",
                  num_threads);
   auto made = std::make_unique<engram_workers>(device);

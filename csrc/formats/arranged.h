@@ -156,9 +156,9 @@ struct ArrangedQ2K {
   }
 
   // Chunk c of a word is step c / 2 of its unit, outputs of half c % 2; its four codes are the two
-  // of the register of k < 8 and the two of that of k >= 8. Even chunks have them in bits 0-1, 14-15,
-  // 16-17 and 30-31, odd ones in bits 8-9, 6-7, 24-25 and 22-23; chunks 2 and 3 after a rotation by
-  // four. So one mask cuts a chunk out, and one dot product of bytes makes a selector.
+  // of the register of k < 8 and the two of that of k >= 8. Even chunks have them in bits 0-1,
+  // 14-15, 16-17 and 30-31, odd ones in bits 8-9, 6-7, 24-25 and 22-23; chunks 2 and 3 after a
+  // rotation by four. So one mask cuts a chunk out, and one dot product of bytes makes a selector.
   ENGRAM_HD static int bit_of(int chunk, int half, int element) {
     const int at = chunk % 2 == 0 ? element * 14 : 8 - element * 2;
     return (at + half * 16 + chunk / 2 * 4) % 32;

@@ -107,9 +107,8 @@ struct ArrangedQ4K {
     const float second = mul(y.scale, 0x1p-4f), bottom_second = mul(y.bottom_scale, 0x1p-4f);
     for (int half = 0; half < 2; ++half) {
       const uint32_t bits = word >> (16 * half);
-      a[2 * half] =
-          pack_bf16x2(fused_sub(y.scale, small_to_float(bits, 0xFu), y.min),
-                      fused_sub(second, small_to_float(bits, 0xF0u), y.min));
+      a[2 * half] = pack_bf16x2(fused_sub(y.scale, small_to_float(bits, 0xFu), y.min),
+                                fused_sub(second, small_to_float(bits, 0xF0u), y.min));
       a[2 * half + 1] =
           pack_bf16x2(fused_sub(y.bottom_scale, small_to_float(bits, 0xF00u), y.bottom_min),
                       fused_sub(bottom_second, small_to_float(bits, 0xF000u), y.bottom_min));

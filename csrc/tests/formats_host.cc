@@ -80,8 +80,8 @@ static void decode_unit(ArrangedQ3K, const uint8_t* stage, int unit, int lane,
   for (int step = 0; step < 2; ++step) {
     const SixBits six = six_of<Q>(stage, lane / 4 * 4 + unit % 2 * 2 + step);
     const int at_bit = 6 * (unit / 2);
-    Q::decode(Q::selectors(low, step, high, unit % 2 * 2 + step),
-              Q::values(six.top >> at_bit, d), Q::values(six.bottom >> at_bit, d >> 16), a[step]);
+    Q::decode(Q::selectors(low, step, high, unit % 2 * 2 + step), Q::values(six.top >> at_bit, d),
+              Q::values(six.bottom >> at_bit, d >> 16), a[step]);
   }
 }
 
@@ -127,17 +127,17 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
         });
         if (is_blocks) continue;
         for (int unit = 0; unit < kUnits; ++unit) {
-          const uint8_t* rows = codes + tile * kTileOutputs * inputs + stage * kStageValues +
-                                unit * kUnitValues;
+          const uint8_t* rows =
+              codes + tile * kTileOutputs * inputs + stage * kStageValues + unit * kUnitValues;
           uint32_t words[4] = {};
           for (int byte = 0; byte < 16; ++byte) {
             const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, byte);
             words[byte / 4] |=
                 ArrangedE4M3::in_word(rows[place.output * inputs + place.k], byte % 4);
           }
-          memcpy(to + ((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes +
-                     lane * 16,
-                 words, 16);
+          memcpy(
+              to + ((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes + lane * 16,
+              words, 16);
         }
       }
   if (format == ENGRAM_E4M3_E8M0_32) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
