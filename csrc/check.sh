@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
 # Compiles csrc for every architecture; warnings, spills and local memory are errors, and every
-# architecture asked for must be in the library. Needs nvcc 13, no GPU.
+# architecture asked for must be in the library. Needs nvcc 13, no GPU; checks the format of the
+# sources where .venv has a clang-format.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ -x .venv/bin/clang-format ]; then
+  find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h' |
+    xargs .venv/bin/clang-format --dry-run --Werror
+fi
 build=build/cuda
 cmake --fresh -S csrc -B build/cpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DENGRAM_STRICT=ON >/dev/null
 cmake --build build/cpu --target engram_cpu
