@@ -1005,6 +1005,20 @@ FAULTS = (
         ARRANGED,
     ),
     fault(
+        "csrc-decoder-q2-k-values-of-the-other-step",
+        "csrc/formats/stored_decoders.h",
+        "get<0, kUnit % 2 * 2 + kStep>(",
+        "get<0, kUnit % 2 * 2 + 1 - kStep>(",
+        ARRANGED,
+    ),
+    fault(
+        "csrc-decoder-q4-k-values-of-another-lane",
+        "csrc/formats/stored_decoders.h",
+        "get<kUnit % 2 * 4, kUnit / 2>(",
+        "get<kUnit % 2 * 4, kUnit / 4>(",
+        ARRANGED,
+    ),
+    fault(
         "csrc-arranged-q8-0-off-by-one",
         "csrc/formats/arranged_blocks.h",
         "8388736.0f",

@@ -35,17 +35,12 @@ __global__ void __launch_bounds__(kArrangeWarps * 32)
   for (int unit = 0; unit < (tile < args.num_tiles ? kUnits : 0); ++unit) {
     const uint8_t* rows = args.codes + tile * kTileOutputs * args.row_bytes + stage * kStageValues +
                           unit * kUnitValues;
-    uint32_t word[4] = {};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, i);
-      const uint32_t code = rows[place.output * args.row_bytes + place.k];
-      word[i / 4] |= ArrangedE4M3::in_word(code, i % 4);
-      is_exotic |= !ArrangedE4M3::is_plain(code);
-    }
+    const ArrangedE4M3::Unit made = ArrangedE4M3::arrange(rows, args.row_bytes, lane);
+    is_exotic |= !made.is_plain;
     uint8_t* to = args.arranged +
                   ((tile * args.num_stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes;
-    *reinterpret_cast<uint4*>(to + lane * 16) = {word[0], word[1], word[2], word[3]};
+    *reinterpret_cast<uint4*>(to + lane * 16) = {made.word[0], made.word[1], made.word[2],
+                                                 made.word[3]};
   }
   if (is_exotic) *args.is_exotic = 1;
 }

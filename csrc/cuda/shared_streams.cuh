@@ -7,10 +7,11 @@
 
 #include <cuda_runtime.h>
 
+#include "../formats/stored_decoders.h"
 #include "barriers.cuh"
+#include "exchange.cuh"
 #include "project_stored.cuh"
 #include "stored_bytes.cuh"
-#include "stored_decoders.cuh"
 
 namespace engram {
 

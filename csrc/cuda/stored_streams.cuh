@@ -3,9 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include "../formats/stored_decoders.h"
+#include "exchange.cuh"
 #include "project_stored.cuh"
 #include "stored_bytes.cuh"
-#include "stored_decoders.cuh"
 
 namespace engram {
 

@@ -117,6 +117,26 @@ struct ArrangedE4M3 {
     const FragmentPlace place = fragment_place(lane, v);
     return {place.output, byte / 8 * 16 + place.k};
   }
+
+  struct Unit {
+    uint32_t word[4];
+    bool is_plain;
+  };
+
+  // A lane's share of one unit. rows: the tile's first code of the unit.
+  ENGRAM_HD static Unit arrange(const uint8_t* rows, int64_t stride, int lane) {
+    Unit unit{{0, 0, 0, 0}, true};
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int byte = 0; byte < 16; ++byte) {
+      const FragmentPlace place = place_of_byte(lane, byte);
+      const uint32_t code = rows[place.output * stride + place.k];
+      unit.word[byte / 4] |= in_word(code, byte % 4);
+      unit.is_plain &= is_plain(code);
+    }
+    return unit;
+  }
 };
 
 struct ArrangedQ2K {

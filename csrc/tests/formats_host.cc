@@ -3,85 +3,102 @@
 #include "../formats/arranged_blocks.h"
 #include "../formats/formats.h"
 #include "../formats/requantize.h"
+#include "../formats/stored_decoders.h"
 #include "../hash.h"
 
 using namespace engram;
 
-// The A registers of one unit of every lane, as the kernels make them.
-static void decode_e4m3(int64_t outputs, int64_t inputs, const uint8_t* arranged, int64_t tile,
-                        int64_t unit, int lane, uint32_t (&a)[2][4]) {
-  const int64_t units = inputs / kUnitValues;
-  uint32_t word[4];
-  memcpy(word, arranged + (tile * units + unit) * ArrangedE4M3::kUnitBytes + lane * 16, 16);
-  const uint32_t factor =
-      ArrangedE4M3::factor(arranged[outputs * inputs + tile / 2 * units + unit]);
-  ArrangedE4M3::decode(word[0], word[1], factor, a[0]);
-  ArrangedE4M3::decode(word[2], word[3], factor, a[1]);
-}
+struct HostBytes {
+  const uint8_t* at;
 
-template <class T>
-static T at(const uint8_t* p) {
-  T value;
-  memcpy(&value, p, sizeof value);
-  return value;
-}
-
-static void decode_unit(ArrangedQ80, const uint8_t* stage, int unit, int lane,
-                        uint32_t (&a)[2][4]) {
-  using Q = ArrangedQ80;
-  const uint8_t* codes = stage + unit * Q::kUnitBytes + lane * 16;
-  const uint8_t* d = stage + Q::kFactorsAt + lane / 4 * 32 + unit * 4;
-  const float top = half_to_float(at<uint16_t>(d)), bottom = half_to_float(at<uint16_t>(d + 2));
-  for (int step = 0; step < 2; ++step)
-    Q::decode(at<uint32_t>(codes + step * 8), at<uint32_t>(codes + step * 8 + 4), top, bottom,
-              a[step]);
-}
-
-static void decode_unit(ArrangedQ2K, const uint8_t* stage, int unit, int lane,
-                        uint32_t (&a)[2][4]) {
-  using Q = ArrangedQ2K;
-  const int quarter = unit / 2;
-  const uint32_t word = at<uint32_t>(stage + unit / 4 * 512 + lane * 16 + unit % 4 * 4);
-  for (int step = 0; step < 2; ++step) {
-    const int owner = lane / 4 * 4 + unit % 2 * 2 + step;
-    Q::Values y[2];
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t scales = at<uint32_t>(stage + Q::kScalesAt + owner * 8 + i * 4);
-      const uint32_t d = at<uint32_t>(stage + Q::kFactorsAt + owner / 4 * 8 + i * 4);
-      y[i] = Q::values(scales >> (quarter / 2 * 16), quarter % 2, Q::factors(d));
-    }
-    Q::decode(word, step, y[0], y[1], a[step]);
+  template <class T>
+  T load(int offset) const {
+    T value;
+    memcpy(&value, at + offset, sizeof value);
+    return value;
   }
+  uint4 load16(int offset) const { return load<uint4>(offset); }
+  uint2 load8(int offset) const { return load<uint2>(offset); }
+  uint32_t load4(int offset) const { return load<uint32_t>(offset); }
+  uint32_t load2(int offset) const { return load<uint16_t>(offset); }
+};
+
+// cuda/exchange.cuh for lanes that run one after the other.
+template <int kWords>
+struct HostExchange {
+  static constexpr int kBytes = 0;
+  static inline uint32_t put_by[2][32][kWords];  // in each half, by each lane
+  int lane;
+
+  void start(uint32_t, int the_lane) { lane = the_lane; }
+
+  void put(int turn, const uint32_t (&words)[kWords]) {
+    memcpy(put_by[turn][lane], words, sizeof words);
+  }
+
+  template <int kFirst, int kOwner, int kCount>
+  void get(int turn, uint32_t (&words)[kCount]) const {
+    memcpy(words, put_by[turn][lane / 4 * 4 + kOwner] + kFirst, sizeof words);
+  }
+};
+
+// The A registers of one unit of all lanes.
+using Fragments = uint32_t[32][2][4];
+
+template <int kUnit, class Decoder>
+static void decode_unit(Decoder (&lanes)[32], const typename Decoder::Rest (&rest)[32],
+                        HostBytes stage, Fragments& a) {
+  for (int pass = 0; pass < 2; ++pass)  // the second finds what every lane has put in the first
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint4 codes = stage.load16(kUnit / Decoder::kCodeUnits * 512 + lane * 16);
+      lanes[lane].template decode<kUnit>(codes, rest[lane], a[lane]);
+    }
 }
 
-template <class Q>
-static SixBits six_of(const uint8_t* stage, int lane) {
-  return SixBits::unpack(at<uint32_t>(stage + Q::kScalesAt + lane * 4),
-                         at<uint16_t>(stage + Q::kHalvesAt + lane * 2));
+template <class Decoder>
+static void load_rest(Decoder, typename Decoder::Rest& rest, HostBytes stage, HostBytes, int lane) {
+  Decoder::template load_rest<0>(rest, stage, lane);
+  if constexpr (Decoder::kRestParts == 2) Decoder::template load_rest<1>(rest, stage, lane);
 }
 
-static void decode_unit(ArrangedQ4K, const uint8_t* stage, int unit, int lane,
-                        uint32_t (&a)[2][4]) {
-  using Q = ArrangedQ4K;
-  const uint8_t* d = stage + Q::kFactorsAt + lane / 4 * 8;
-  const Q::Values y = Q::values(six_of<Q>(stage, lane / 4 * 4 + unit / 2), unit % 2,
-                                at<uint32_t>(d), at<uint32_t>(d + 4));
-  for (int step = 0; step < 2; ++step)
-    Q::decode(at<uint32_t>(stage + unit / 2 * 512 + lane * 16 + unit % 2 * 8 + step * 4), y,
-              a[step]);
+static void load_rest(E4M3Decoder, E4M3Decoder::Rest& rest, HostBytes, HostBytes scales, int) {
+  rest.scales = scales.load8(0);
 }
 
-static void decode_unit(ArrangedQ3K, const uint8_t* stage, int unit, int lane,
-                        uint32_t (&a)[2][4]) {
-  using Q = ArrangedQ3K;
-  const uint32_t d = at<uint32_t>(stage + Q::kFactorsAt + lane / 4 * 4);
-  const uint32_t low = at<uint32_t>(stage + unit / 4 * 512 + lane * 16 + unit % 4 * 4);
-  const uint32_t high = at<uint32_t>(stage + Q::kHighAt + lane * 16 + unit / 2 * 4);
-  for (int step = 0; step < 2; ++step) {
-    const SixBits six = six_of<Q>(stage, lane / 4 * 4 + unit % 2 * 2 + step);
-    const int at_bit = 6 * (unit / 2);
-    Q::decode(Q::selectors(low, step, high, unit % 2 * 2 + step), Q::values(six.top >> at_bit, d),
-              Q::values(six.bottom >> at_bit, d >> 16), a[step]);
+// A stage as the kernels decode it. scales: of E4M3, behind all codes
+template <class Decoder>
+static void decode_stage(Decoder, const uint8_t* stage, const uint8_t* scales,
+                         Fragments (&a)[kUnits]) {
+  Decoder lanes[32];
+  typename Decoder::Rest rest[32];
+  for (int lane = 0; lane < 32; ++lane) {
+    load_rest(Decoder{}, rest[lane], {stage}, {scales}, lane);
+    lanes[lane].start(0, lane);
+    lanes[lane].begin(rest[lane]);
+  }
+  decode_unit<0>(lanes, rest, {stage}, a[0]);
+  decode_unit<1>(lanes, rest, {stage}, a[1]);
+  decode_unit<2>(lanes, rest, {stage}, a[2]);
+  decode_unit<3>(lanes, rest, {stage}, a[3]);
+  decode_unit<4>(lanes, rest, {stage}, a[4]);
+  decode_unit<5>(lanes, rest, {stage}, a[5]);
+  decode_unit<6>(lanes, rest, {stage}, a[6]);
+  decode_unit<7>(lanes, rest, {stage}, a[7]);
+}
+
+template <class Visitor>
+static void visit_decoder(int32_t format, Visitor&& visitor) {
+  switch (format) {
+    case ENGRAM_Q8_0:
+      return visitor(Q80Decoder{});
+    case ENGRAM_Q2_K:
+      return visitor(Q2KDecoder<HostExchange>{});
+    case ENGRAM_Q3_K:
+      return visitor(Q3KDecoder<HostExchange>{});
+    case ENGRAM_Q4_K:
+      return visitor(Q4KDecoder<HostExchange>{});
+    default:
+      return visitor(E4M3Decoder{});
   }
 }
 
@@ -129,15 +146,10 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
         for (int unit = 0; unit < kUnits; ++unit) {
           const uint8_t* rows =
               codes + tile * kTileOutputs * inputs + stage * kStageValues + unit * kUnitValues;
-          uint32_t words[4] = {};
-          for (int byte = 0; byte < 16; ++byte) {
-            const FragmentPlace place = ArrangedE4M3::place_of_byte(lane, byte);
-            words[byte / 4] |=
-                ArrangedE4M3::in_word(rows[place.output * inputs + place.k], byte % 4);
-          }
+          const ArrangedE4M3::Unit made = ArrangedE4M3::arrange(rows, inputs, lane);
           memcpy(
               to + ((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes + lane * 16,
-              words, 16);
+              made.word, 16);
         }
       }
   if (format == ENGRAM_E4M3_E8M0_32) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
@@ -146,22 +158,27 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
 // arranged -> bf16 [outputs, inputs], each register's halves put where the tensor core takes them
 void host_decode_arranged(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* arranged,
                           uint16_t* out) {
-  for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
-    for (int64_t unit = 0; unit < inputs / kUnitValues; ++unit)
-      for (int lane = 0; lane < 32; ++lane) {
-        uint32_t a[2][4];
-        const bool is_blocks = visit_arranged_blocks(format, [&](auto tag) {
-          const int64_t stage = tile * (inputs / kStageValues) + unit / kUnits;
-          decode_unit(tag, arranged + stage * decltype(tag)::kStageBytes,
-                      static_cast<int>(unit % kUnits), lane, a);
-        });
-        if (!is_blocks) decode_e4m3(outputs, inputs, arranged, tile, unit, lane, a);
-        for (int step = 0; step < 2; ++step)
-          for (int r = 0; r < 4; ++r)
-            for (int half = 0; half < 2; ++half)  // PTX ISA, fragments of m16n8k16
-              out[(tile * 16 + lane / 4 + r % 2 * 8) * inputs + unit * 32 + step * 16 + r / 2 * 8 +
-                  lane % 4 * 2 + half] = static_cast<uint16_t>(a[step][r] >> (16 * half));
+  const int64_t stages = inputs / kStageValues;
+  visit_decoder(format, [&](auto decoder) {
+    constexpr int kBytes = decltype(decoder)::Arranged::kStageBytes;
+    for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
+      for (int64_t stage = 0; stage < stages; ++stage) {
+        Fragments a[kUnits];
+        const uint8_t* scales = nullptr;
+        if (format == ENGRAM_E4M3_E8M0_32)
+          scales = arranged + outputs * inputs + (tile / 2 * stages + stage) * kUnits;
+        decode_stage(decoder, arranged + (tile * stages + stage) * kBytes, scales, a);
+        for (int unit = 0; unit < kUnits; ++unit)
+          for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 16; ++i) {  // PTX ISA, fragments of m16n8k16
+              const int step = i / 8, r = i / 2 % 4, half = i % 2;
+              const int64_t row = tile * kTileOutputs + lane / 4 + r % 2 * 8;
+              const int64_t k = stage * kStageValues + unit * kUnitValues + step * 16 + r / 2 * 8 +
+                                lane % 4 * 2 + half;
+              out[row * inputs + k] = static_cast<uint16_t>(a[unit][lane][step][r] >> (16 * half));
+            }
       }
+  });
 }
 
 void host_to_bf16(int64_t count, const float* values, uint16_t* out) {

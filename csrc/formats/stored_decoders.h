@@ -1,27 +1,42 @@
 // From a lane's bytes of wkv as stored to the A registers of tensor-core steps, by format. Where
 // the bytes come from, and how early they are asked for, is for the streams to say
-// (stored_streams.cuh: device memory; shared_streams.cuh: shared memory).
+// (cuda/stored_streams.cuh: device memory; cuda/shared_streams.cuh: shared memory).
 //
-// A stage (256 of k of a tile of 16 outputs, formats/arranged.h) is codes and the rest:
+// A stage (256 of k of a tile of 16 outputs, arranged.h) is codes and the rest:
 //   codes  16 bytes a lane for kCodeUnits units of 32 k; those of unit u at
 //          u / kCodeUnits * 512 + lane * 16
 //   rest   what units share: scales, mins, d. In kRestParts loads, each of an equal part of the
 //          units; kRestEndsAtBegin: used up as soon as the stage has begun
-// start() is given the warp's part of shared memory for an Exchange, begin() turns to a stage,
-// decode<unit>() makes two steps' registers. Four lanes have the same two outputs: what a quant
-// group needs (its values, or scale and min) is computed by one of them and handed to the other
-// three.
+// start() is given the warp's part of shared memory for an Exchange (cuda/exchange.cuh), begin()
+// turns to a stage, decode<unit>() makes two steps' registers. Four lanes have the same two
+// outputs: what a quant group needs (its values, or scale and min) is computed by one of them and
+// handed to the other three.
+//
+// Device code that the host's tests compile, too.
 #pragma once
 
-#include <cuda_runtime.h>
+#include "arranged_blocks.h"
 
-#include "../formats/arranged_blocks.h"
-#include "exchange.cuh"
+#ifdef __CUDACC__
+#define ENGRAM_DEVICE __device__ __forceinline__
+#else
+#define ENGRAM_DEVICE inline
+#endif
 
 namespace engram {
 
+#ifndef __CUDACC__
+struct uint2 {
+  uint32_t x, y;
+};
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+#endif
+
 template <int kIndex>
-__device__ __forceinline__ uint32_t word_of(const uint4& v) {
+ENGRAM_DEVICE uint32_t word_of(const uint4& v) {
   return kIndex == 0 ? v.x : kIndex == 1 ? v.y : kIndex == 2 ? v.z : v.w;
 }
 
@@ -37,11 +52,11 @@ struct E4M3Decoder {
 
   uint2 scales;
 
-  __device__ __forceinline__ void start(uint32_t, int) {}
-  __device__ __forceinline__ void begin(const Rest& rest) { scales = rest.scales; }
+  ENGRAM_DEVICE void start(uint32_t, int) {}
+  ENGRAM_DEVICE void begin(const Rest& rest) { scales = rest.scales; }
 
   template <int kUnit>
-  __device__ __forceinline__ void decode(const uint4& codes, const Rest&, uint32_t (&a)[2][4]) {
+  ENGRAM_DEVICE void decode(const uint4& codes, const Rest&, uint32_t (&a)[2][4]) {
     const uint32_t word = kUnit < 4 ? scales.x : scales.y;
     const uint32_t factor = ArrangedE4M3::factor((word >> (8 * (kUnit % 4))) & 0xFFu);
     ArrangedE4M3::decode(codes.x, codes.y, factor, a[0]);
@@ -64,16 +79,15 @@ struct Q80Decoder {
   };
 
   template <int kPart, class Bytes>
-  __device__ __forceinline__ static void load_rest(Rest& rest, Bytes stage, int lane) {
+  ENGRAM_DEVICE static void load_rest(Rest& rest, Bytes stage, int lane) {
     rest.factors[kPart] = stage.load16(ArrangedQ80::kFactorsAt + lane / 4 * 32 + kPart * 16);
   }
 
-  __device__ __forceinline__ void start(uint32_t, int) {}
-  __device__ __forceinline__ void begin(const Rest&) {}
+  ENGRAM_DEVICE void start(uint32_t, int) {}
+  ENGRAM_DEVICE void begin(const Rest&) {}
 
   template <int kUnit>
-  __device__ __forceinline__ void decode(const uint4& codes, const Rest& rest,
-                                         uint32_t (&a)[2][4]) {
+  ENGRAM_DEVICE void decode(const uint4& codes, const Rest& rest, uint32_t (&a)[2][4]) {
     const uint32_t pair = word_of<kUnit % 4>(rest.factors[kUnit / 4]);
     const float top = half_to_float(static_cast<uint16_t>(pair));
     const float bottom = half_to_float(static_cast<uint16_t>(pair >> 16));
@@ -93,7 +107,7 @@ struct Q2KDecoder {
   };
 
   template <int kPart, class Bytes>
-  __device__ __forceinline__ static void load_rest(Rest& rest, Bytes stage, int lane) {
+  ENGRAM_DEVICE static void load_rest(Rest& rest, Bytes stage, int lane) {
     rest.scales = stage.load8(ArrangedQ2K::kScalesAt + lane * 8);
     rest.d = stage.load8(ArrangedQ2K::kFactorsAt + lane / 4 * 8);
   }
@@ -101,16 +115,15 @@ struct Q2KDecoder {
   ArrangedQ2K::Factors top, bottom;
   Exchange<4> exchange;
 
-  __device__ __forceinline__ void start(uint32_t shared, int lane) { exchange.start(shared, lane); }
+  ENGRAM_DEVICE void start(uint32_t shared, int lane) { exchange.start(shared, lane); }
 
-  __device__ __forceinline__ void begin(const Rest& rest) {
+  ENGRAM_DEVICE void begin(const Rest& rest) {
     top = ArrangedQ2K::factors(rest.d.x);
     bottom = ArrangedQ2K::factors(rest.d.y);
   }
 
   template <int kUnit>
-  __device__ __forceinline__ void decode(const uint4& codes, const Rest& rest,
-                                         uint32_t (&a)[2][4]) {
+  ENGRAM_DEVICE void decode(const uint4& codes, const Rest& rest, uint32_t (&a)[2][4]) {
     constexpr int kQuarter = kUnit / 2;  // of the stage: four groups, one a lane of four
     if (kUnit % 2 == 0) {
       const int shift = kQuarter / 2 * 16;
@@ -125,7 +138,7 @@ struct Q2KDecoder {
 
  private:
   template <int kUnit, int kStep>
-  __device__ __forceinline__ void step(uint32_t word, uint32_t (&a)[4]) {
+  ENGRAM_DEVICE void step(uint32_t word, uint32_t (&a)[4]) {
     uint32_t y[4];
     exchange.template get<0, kUnit % 2 * 2 + kStep>(kUnit / 2 % 2, y);
     ArrangedQ2K::decode(word, kStep, {y[0], y[1]}, {y[2], y[3]}, a);
@@ -144,7 +157,7 @@ struct Q3KDecoder {
   };
 
   template <int kPart, class Bytes>
-  __device__ __forceinline__ static void load_rest(Rest& rest, Bytes stage, int lane) {
+  ENGRAM_DEVICE static void load_rest(Rest& rest, Bytes stage, int lane) {
     rest.high = stage.load16(ArrangedQ3K::kHighAt + lane * 16);
     rest.six = stage.load4(ArrangedQ3K::kScalesAt + lane * 4);
     rest.half = stage.load2(ArrangedQ3K::kHalvesAt + lane * 2);
@@ -154,15 +167,12 @@ struct Q3KDecoder {
   SixBits six;
   Exchange<8> exchange;
 
-  __device__ __forceinline__ void start(uint32_t shared, int lane) { exchange.start(shared, lane); }
+  ENGRAM_DEVICE void start(uint32_t shared, int lane) { exchange.start(shared, lane); }
 
-  __device__ __forceinline__ void begin(const Rest& rest) {
-    six = SixBits::unpack(rest.six, rest.half);
-  }
+  ENGRAM_DEVICE void begin(const Rest& rest) { six = SixBits::unpack(rest.six, rest.half); }
 
   template <int kUnit>
-  __device__ __forceinline__ void decode(const uint4& codes, const Rest& rest,
-                                         uint32_t (&a)[2][4]) {
+  ENGRAM_DEVICE void decode(const uint4& codes, const Rest& rest, uint32_t (&a)[2][4]) {
     constexpr int kQuarter = kUnit / 2;
     if (kUnit % 2 == 0) {
       const auto y = ArrangedQ3K::values(six.top >> (6 * kQuarter), rest.d);
@@ -177,7 +187,7 @@ struct Q3KDecoder {
 
  private:
   template <int kUnit, int kStep>
-  __device__ __forceinline__ void step(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  ENGRAM_DEVICE void step(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
     constexpr int kOwner = kUnit % 2 * 2 + kStep;
     uint32_t y[8];
     exchange.template get<0, kOwner>(kUnit / 2 % 2, y);
@@ -198,7 +208,7 @@ struct Q4KDecoder {
   };
 
   template <int kPart, class Bytes>
-  __device__ __forceinline__ static void load_rest(Rest& rest, Bytes stage, int lane) {
+  ENGRAM_DEVICE static void load_rest(Rest& rest, Bytes stage, int lane) {
     rest.six = stage.load4(ArrangedQ4K::kScalesAt + lane * 4);
     rest.half = stage.load2(ArrangedQ4K::kHalvesAt + lane * 2);
     rest.d = stage.load8(ArrangedQ4K::kFactorsAt + lane / 4 * 8);
@@ -207,16 +217,18 @@ struct Q4KDecoder {
   Exchange<8> exchange;
   int parity;  // of the stage: which half the exchange is in
 
-  __device__ __forceinline__ void start(uint32_t shared, int lane) {
+  ENGRAM_DEVICE void start(uint32_t shared, int lane) {
     exchange.start(shared, lane);
     parity = 0;
   }
 
-  __device__ __forceinline__ void begin(const Rest& rest) {
+  ENGRAM_DEVICE void begin(const Rest& rest) {
     parity ^= 1;
     const SixBits bits = SixBits::unpack(rest.six, rest.half);
     uint32_t words[8];
+#ifdef __CUDACC__
 #pragma unroll
+#endif
     for (int part = 0; part < 2; ++part) {
       const auto y = ArrangedQ4K::values(bits, part, rest.d.x, rest.d.y);
       words[part * 4] = float_to_bits(y.scale);
@@ -228,7 +240,7 @@ struct Q4KDecoder {
   }
 
   template <int kUnit>
-  __device__ __forceinline__ void decode(const uint4& codes, const Rest&, uint32_t (&a)[2][4]) {
+  ENGRAM_DEVICE void decode(const uint4& codes, const Rest&, uint32_t (&a)[2][4]) {
     uint32_t y[4];
     exchange.template get<kUnit % 2 * 4, kUnit / 2>(parity, y);
     const ArrangedQ4K::Values values = {bits_to_float(y[0]), bits_to_float(y[1]),
