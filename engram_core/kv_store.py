@@ -183,16 +183,19 @@ class KvStore:
         if num_missing > 1:
             first = {keys[token]: token for token in reversed(tokens)}
             tokens = sorted(first.values())
+        # None as a rule: arrays of nothing take as long as all the rest.
         hits = np.array([slot for slot in slots if slot >= 0], dtype=np.int64)
         self._now += 1
-        self._stamps[hits] = self._now
-        self._pins[hits] += 1  # so that they are not evicted for the others
+        if len(hits):
+            self._stamps[hits] = self._now
+            self._pins[hits] += 1  # so that they are not evicted for the others
         try:
             fresh = self._take(len(tokens))
         except MemoryError:
             return None
         finally:
-            self._pins[hits] -= 1
+            if len(hits):
+                self._pins[hits] -= 1
         if not fill(fresh, tokens):
             self._free += fresh
             return None

@@ -1159,8 +1159,8 @@ FAULTS = (
     fault(
         "hits-evicted-for-what-is-missing-beside-them",
         "engram_core/kv_store.py",
-        "        self._pins[hits] += 1  # so that they are not evicted for the others\n",
-        "        self._pins[hits] += 0\n",
+        "            self._pins[hits] += 1  # so that they are not evicted for the others\n",
+        "            self._pins[hits] += 0\n",
         "tests/unit/test_kv_store.py::test_a_hit_is_not_evicted_for_what_is_missing_beside_it",
     ),
     fault(
@@ -1294,7 +1294,7 @@ FAULTS = (
     fault(
         "slot-written-from-two-streams",
         "engram_core/backends/cuda_near.py",
-        "            and self._lane.of(np.array(slots, dtype=np.int64)) is None\n",
+        "            and self._lane.are_ended(slots)\n",
         "",
         "tests/unit/test_cuda_calls.py::test_little_is_begun_beside_the_chunks_of_a_prefill",
     ),
