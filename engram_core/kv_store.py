@@ -197,7 +197,7 @@ class KvStore:
             if len(hits):
                 self._pins[hits] -= 1
         if not fill(fresh, tokens):
-            self._free += fresh
+            self._free_again(fresh)
             return None
         self._num_others += 1
         for slot, token in zip(fresh, tokens, strict=True):
@@ -212,11 +212,14 @@ class KvStore:
         return [slot_of[key] for key in keys]
 
     def _acquire(self, keys: list[bytes]) -> Lease:
-        """Some keys at a time, so that nobody else waits long."""
+        """Some keys at a time in every step, so that nobody else waits long: neither for `lock` nor
+        for the interpreter's, which one call of C keeps to its end."""
         slots = np.empty(len(keys), dtype=np.int64)
         pinned: set[int] = set()
         made: list[int] = []
-        num_others = self._num_others
+        token_of: dict[bytes, int] = {}  # of each absent window, its first token
+        computed: list[int] = []
+        num_missing, num_others = 0, self._num_others
         try:
             # Hits are pinned before anything is evicted for the others.
             for start, some in self._in_turns(keys):
@@ -226,33 +229,30 @@ class KvStore:
                     found = list(map(self._slot_of.get, some, repeat(-1)))
                     self._pin_hits(found, pinned)
                 slots[start : start + len(some)] = found
-            missing = np.flatnonzero(slots < 0)
-            compute = missing
-            if len(missing):
-                absent = list(map(keys.__getitem__, missing.tolist()))
-                # Token of each absent window; from the back, so that the first one is what stays.
-                token_of = dict(zip(reversed(absent), missing[::-1].tolist(), strict=True))
-                found_since: dict[bytes, int] = {}
-                for _, some in self._in_turns(list(token_of)):
-                    with self.lock:
-                        if self._num_others != num_others:
-                            some = self._found_since(some, found_since, pinned)
-                        self._insert(some, made)
-                for key in found_since:
-                    del token_of[key]
-                slot_of = dict(zip(token_of, made, strict=True)) | found_since
-                compute = np.sort(np.fromiter(token_of.values(), np.int64, len(token_of)))
-                there = map(slot_of.__getitem__, absent)
-                slots[missing] = np.fromiter(there, np.int64, len(absent))
+                absent = [token for token, slot in enumerate(found, start) if slot < 0]
+                for token in absent:
+                    token_of.setdefault(keys[token], token)
+                num_missing += len(absent)
+            for _, some in self._in_turns(list(token_of)):
+                with self.lock:
+                    if self._num_others != num_others:
+                        some = self._found_since(some, pinned)
+                    self._insert(some, made)
+                computed += map(token_of.__getitem__, some)
         except MemoryError:
             with self.lock:
                 self._pins[[*pinned, *made]] -= 1
                 self._forget(np.array(made, dtype=np.int64))
             raise
+        compute = np.array(computed, dtype=np.int64)
+        slots[compute] = made
+        if num_missing > len(compute):  # what is computed or found for others of the batch
+            for token in np.flatnonzero(slots < 0).tolist():
+                slots[token] = self._slot_of[keys[token]]  # pinned: it stays
         with self.lock:
-            self.counters.hits += len(keys) - len(missing)
+            self.counters.hits += len(keys) - num_missing
             self.counters.misses += len(compute)
-            self.counters.duplicates += len(missing) - len(compute)
+            self.counters.duplicates += num_missing - len(compute)
         return Lease(slots, compute)
 
     def _in_turns(self, keys: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
@@ -262,14 +262,10 @@ class KvStore:
                 time.sleep(_PAUSE_S)
             yield start, keys[start : start + _AT_ONCE]
 
-    def _found_since(
-        self, keys: list[bytes], found: dict[bytes, int], pinned: set[int]
-    ) -> list[bytes]:
-        """Find what another thread has made since it was looked for; returns what is missing."""
-        now = {key: self._slot_of[key] for key in keys if key in self._slot_of}
-        found |= now
-        self._pin_hits(now.values(), pinned)
-        return [key for key in keys if key not in now]
+    def _found_since(self, keys: list[bytes], pinned: set[int]) -> list[bytes]:
+        """Pin what another thread has made since it was looked for; returns what is missing."""
+        self._pin_hits([self._slot_of[key] for key in keys if key in self._slot_of], pinned)
+        return [key for key in keys if key not in self._slot_of]
 
     def _insert(self, keys: list[bytes], made: list[int]) -> None:
         """Make and pin entries for distinct keys; their slots are added to `made`."""
@@ -316,20 +312,29 @@ class KvStore:
     def give_back(self, slots: Ints) -> None:
         """Take lent slots back."""
         with self.lock:
-            self._free += slots.tolist()
+            self._free_again(slots.tolist())
 
     def _pin(self, slots: Ints) -> None:
         self._pins[slots] += 1
         self._stamps[slots] = self._now
 
     def _take(self, count: int) -> list[int]:
-        """Take free slots, evicting what was not used for longest."""
+        """Take free slots, evicting what was not used for longest.
+
+        In the order in which they were freed, ascending ones at first: the kv of a batch whose
+        slots follow each other is computed where it belongs.
+        """
         if count > len(self._free):
             self._evict(count - len(self._free))
         start = len(self._free) - count
         taken = self._free[start:]
         del self._free[start:]
+        taken.reverse()
         return taken
+
+    def _free_again(self, slots: list[int]) -> None:
+        """Take slots back that hold nothing; what was freed last is taken first."""
+        self._free += reversed(slots)
 
     def _evict(self, count: int) -> None:
         """Free at least `count` slots.
@@ -365,7 +370,7 @@ class KvStore:
         self._key_of[slots] = None
         self._stamps[slots] = 0
         self._filled[slots] = False
-        self._free += slots.tolist()
+        self._free_again(slots.tolist())
 
 
 def keys_of(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> list[bytes]:

@@ -1145,8 +1145,8 @@ FAULTS = (
     fault(
         "made-meanwhile-and-made-again",
         "engram_core/kv_store.py",
-        "                        if self._num_others != num_others:\n",
-        "                        if self._num_others < num_others:\n",
+        "                    if self._num_others != num_others:\n",
+        "                    if self._num_others < num_others:\n",
         "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
     ),
     fault(
@@ -1166,7 +1166,7 @@ FAULTS = (
     fault(
         "slots-of-what-was-not-computed-are-lost",
         "engram_core/kv_store.py",
-        "            self._free += fresh\n            return None\n",
+        "            self._free_again(fresh)\n            return None\n",
         "            return None\n",
         "tests/unit/test_kv_store.py::test_what_could_not_be_computed_leaves_nothing_behind",
     ),

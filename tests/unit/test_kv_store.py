@@ -275,6 +275,16 @@ def test_urgent_work_goes_between_the_parts_of_a_large_batch(
     assert not store._pins.any()
 
 
+def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its kv is computed where it belongs, without a copy."""
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    store = KvStore(20)
+    for first in (0, 10, 20, 30):  # the last two in the place of the first two
+        lease = use(store, *range(first, first + 10))
+        start = first % 20
+        assert lease.slots.tolist() == list(range(start, start + 10))
+
+
 def test_a_large_batch_that_does_not_fit_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
