@@ -358,11 +358,11 @@ class KvStore:
         if len(slots) < count:
             raise MemoryError(f"{count} kv slots needed, {len(slots)} of {self.num_slots} unpinned")
         queued = min(len(slots), max(count, self.num_slots // _REFILL))
-        stamps = self._stamps[slots]
+        order = self._stamps[slots] * self.num_slots + slots  # of equal age: the lowest slot first
         if queued < len(slots):
-            oldest = np.argpartition(stamps, queued - 1)[:queued]
-            slots, stamps = slots[oldest], stamps[oldest]
-        return slots[np.argsort(stamps, kind="stable")]
+            oldest = np.argpartition(order, queued - 1)[:queued]
+            slots, order = slots[oldest], order[oldest]
+        return slots[np.argsort(order)]
 
     def _forget(self, slots: Ints) -> None:
         keys = self._key_of[slots].tolist()
