@@ -927,6 +927,13 @@ FAULTS = (
         "tests/unit/test_engine.py",
     ),
     fault(
+        "client-sends-a-push-whose-answer-has-no-room",
+        "engram_client/protocol.py",
+        "                facts.check_out(options.output, out, stored=options.stored)\n",
+        "                pass\n",
+        "tests/unit/test_client.py",
+    ),
+    fault(
         "client-pushes-to-an-end-that-moved",
         "engram_client/exchange.py",
         "        if length is not None and state.length != length:\n",
