@@ -1292,6 +1292,20 @@ FAULTS = (
         "tests/unit/test_near.py::test_small_work_ahead_is_done_behind_the_turn_s_reads",
     ),
     fault(
+        "a-body-read-as-long-as-it-comes",
+        "service/transport.py",
+        "        return self._exchange.space()[:READ_BYTES]\n",
+        "        return self._exchange.space()\n",
+        "tests/service/test_fast_path.py::test_a_large_body_leaves_the_loop_to_others_between_its_pieces",
+    ),
+    fault(
+        "pieces-of-a-body-in-one-turn",
+        "service/transport.py",
+        "        elif nbytes == READ_BYTES:",
+        "        elif nbytes > READ_BYTES:",
+        "tests/service/test_fast_path.py::test_a_large_body_leaves_the_loop_to_others_between_its_pieces",
+    ),
+    fault(
         "loop-waits-for-the-chunks-of-a-prefill",
         "engram_core/backends/cuda_near.py",
         "                self._lane.under_way() <= _WAITED_TOKENS\n",
