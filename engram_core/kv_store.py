@@ -95,9 +95,57 @@ class KvStore:
 
         tenants: int64 [T]  number of each token's tenant; windows: int32 [T, max_ngram_size]
 
+        Some tokens at a time in every step, so that nobody else waits long: neither for `lock` nor
+        for the interpreter's, which one call of C keeps to its end.
+
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
-        return self._acquire(keys_of(layer_index, tenants, windows))
+        keys: list[bytes] = []
+        slots = np.empty(len(windows), dtype=np.int64)
+        pinned: set[int] = set()
+        made: list[int] = []
+        token_of: dict[bytes, int] = {}  # of each absent window, its first token
+        computed: list[int] = []
+        num_missing, num_others = 0, self._num_others
+        try:
+            # Hits are pinned before anything is evicted for the others.
+            for part in self._in_turns(len(windows)):
+                some = keys_of(layer_index, tenants[part], windows[part])
+                with self.lock:
+                    if not part.start:
+                        self._now += 1
+                    found = list(map(self._slot_of.get, some, repeat(-1)))
+                    self._pin_hits(found, pinned)
+                keys += some
+                slots[part] = found
+                absent = [token for token, slot in enumerate(found, part.start) if slot < 0]
+                for token in absent:
+                    token_of.setdefault(keys[token], token)
+                num_missing += len(absent)
+            self._queue_ahead(len(token_of))
+            missing = list(token_of)
+            for part in self._in_turns(len(missing)):
+                some = missing[part]
+                with self.lock:
+                    if self._num_others != num_others:
+                        some = self._found_since(some, pinned)
+                    self._insert(some, made)
+                computed += map(token_of.__getitem__, some)
+        except MemoryError:
+            with self.lock:
+                self._pins[[*pinned, *made]] -= 1
+                self._forget(np.array(made, dtype=np.int64))
+            raise
+        compute = np.array(computed, dtype=np.int64)
+        slots[compute] = made
+        if num_missing > len(compute):  # what is computed or found for others of the batch
+            for token in np.flatnonzero(slots < 0).tolist():
+                slots[token] = self._slot_of[keys[token]]  # pinned: it stays
+        with self.lock:
+            self.counters.hits += len(keys) - num_missing
+            self.counters.misses += len(compute)
+            self.counters.duplicates += num_missing - len(compute)
+        return Lease(slots, compute)
 
     @contextmanager
     def urgently(self) -> Iterator[None]:
@@ -214,56 +262,12 @@ class KvStore:
         counters.duplicates += num_missing - len(tokens)
         return [slot_of[key] for key in keys]
 
-    def _acquire(self, keys: list[bytes]) -> Lease:
-        """Some keys at a time in every step, so that nobody else waits long: neither for `lock` nor
-        for the interpreter's, which one call of C keeps to its end."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        pinned: set[int] = set()
-        made: list[int] = []
-        token_of: dict[bytes, int] = {}  # of each absent window, its first token
-        computed: list[int] = []
-        num_missing, num_others = 0, self._num_others
-        try:
-            # Hits are pinned before anything is evicted for the others.
-            for start, some in self._in_turns(keys):
-                with self.lock:
-                    if not start:
-                        self._now += 1
-                    found = list(map(self._slot_of.get, some, repeat(-1)))
-                    self._pin_hits(found, pinned)
-                slots[start : start + len(some)] = found
-                absent = [token for token, slot in enumerate(found, start) if slot < 0]
-                for token in absent:
-                    token_of.setdefault(keys[token], token)
-                num_missing += len(absent)
-            for _, some in self._in_turns(list(token_of)):
-                with self.lock:
-                    if self._num_others != num_others:
-                        some = self._found_since(some, pinned)
-                    self._insert(some, made)
-                computed += map(token_of.__getitem__, some)
-        except MemoryError:
-            with self.lock:
-                self._pins[[*pinned, *made]] -= 1
-                self._forget(np.array(made, dtype=np.int64))
-            raise
-        compute = np.array(computed, dtype=np.int64)
-        slots[compute] = made
-        if num_missing > len(compute):  # what is computed or found for others of the batch
-            for token in np.flatnonzero(slots < 0).tolist():
-                slots[token] = self._slot_of[keys[token]]  # pinned: it stays
-        with self.lock:
-            self.counters.hits += len(keys) - num_missing
-            self.counters.misses += len(compute)
-            self.counters.duplicates += num_missing - len(compute)
-        return Lease(slots, compute)
-
-    def _in_turns(self, keys: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-        """Cut keys into parts, each with its start; urgent work goes between two."""
-        for start in range(0, len(keys), _AT_ONCE):
+    def _in_turns(self, count: int) -> Iterator[slice]:
+        """Cut so many into parts; urgent work goes between two."""
+        for start in range(0, count, _AT_ONCE):
             while start and self._num_urgent:
                 time.sleep(_PAUSE_S)
-            yield start, keys[start : start + _AT_ONCE]
+            yield slice(start, min(start + _AT_ONCE, count))
 
     def _found_since(self, keys: list[bytes], pinned: set[int]) -> list[bytes]:
         """Pin what another thread has made since it was looked for; returns what is missing."""
@@ -294,7 +298,8 @@ class KvStore:
     def release(self, lease: Lease) -> None:
         """Unpin: every slot of the lease has been computed."""
         slots = lease.slots
-        distinct = np.unique(slots) if len(slots) > 1 else slots
+        is_distinct = len(lease.compute) == len(slots) or len(slots) == 1
+        distinct = slots if is_distinct else np.unique(slots)
         with self.lock:
             self._pins[distinct] -= 1
 
@@ -347,8 +352,7 @@ class KvStore:
         """
         while count > 0:
             if not len(self._queue):
-                self._queue = self._least_recent(count)
-                self._queued_at = self._stamps[self._queue]
+                self._queue, self._queued_at = self._least_recent(count)
             slots, stamps = self._queue[:count], self._queued_at[:count]
             self._queue, self._queued_at = self._queue[count:], self._queued_at[count:]
             victims = slots
@@ -358,16 +362,35 @@ class KvStore:
             self.counters.evicted += len(victims)
             count -= len(victims)
 
-    def _least_recent(self, count: int) -> Ints:
-        slots = np.flatnonzero((self._stamps > 0) & (self._pins == 0))
+    def _queue_ahead(self, count: int) -> None:
+        """Queue what may have to be evicted for so many, before `lock` is held: that takes long.
+
+        What changes meanwhile is younger than all that is queued, and what is queued is looked at
+        again when its turn comes.
+        """
+        if count <= len(self._free) or count <= len(self._queue):
+            return
+        try:
+            queue, queued_at = self._least_recent(count)
+        except MemoryError:
+            return  # if it stays so, `_evict` says it
+        with self.lock:
+            self._queue, self._queued_at = queue, queued_at
+
+    def _least_recent(self, count: int) -> tuple[Ints, Ints]:
+        """Return at least `count` slots in the order of their stamps, and these."""
+        stamps = self._stamps.copy()  # another thread may free some meanwhile
+        slots = np.flatnonzero((stamps > 0) & (self._pins == 0))
+        stamps = stamps[slots]
         if len(slots) < count:
             raise MemoryError(f"{count} kv slots needed, {len(slots)} of {self.num_slots} unpinned")
         queued = min(len(slots), max(count, self.num_slots // _REFILL))
-        order = self._stamps[slots] * self.num_slots + slots  # of equal age: the lowest slot first
+        order = stamps * self.num_slots + slots  # of equal age: the lowest slot first
         if queued < len(slots):
             oldest = np.argpartition(order, queued - 1)[:queued]
-            slots, order = slots[oldest], order[oldest]
-        return slots[np.argsort(order)]
+            slots, stamps, order = slots[oldest], stamps[oldest], order[oldest]
+        by_age = np.argsort(order)
+        return slots[by_age], stamps[by_age]
 
     def _forget(self, slots: Ints) -> None:
         places = slots.tolist()
