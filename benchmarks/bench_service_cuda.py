@@ -43,7 +43,7 @@ LENGTH = struct.Struct("<q")
 _REGISTERED: list[Any] = []
 ON_LANES = (
     "import sys; import service.loading as loading;"
-    "loading.NEAR_TOKENS = loading.CUDA_NEAR_TOKENS = 0;"
+    "loading.TORCH_NEAR_TOKENS = loading.CPU_NEAR_TOKENS = loading.CUDA_NEAR_TOKENS = 0;"
     "from service.cli import main; sys.argv[0] = 'engram'; main()"
 )
 

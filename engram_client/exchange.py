@@ -43,6 +43,7 @@ from engram_client.problems import (
 )
 from engram_client.retry import Patience
 from engram_client.state import NOWHERE, SessionState
+from engram_client.wire import TensorView
 
 T = TypeVar("T")
 
@@ -76,6 +77,30 @@ class Facts:
         kv = (self.hc_mult + 1) * self.dim * 4
         rows = self.n_hash_cols * max(self.head_dim * 4 + 64, 8)
         return wire.MAX_HEAD_BYTES + 64 + num_tokens * (num_layers * max(kv, rows) + 32)
+
+    def check_out(self, output: str, out: TensorView, *, stored: bool) -> None:
+        """Refuse memory that no answer of this kind fits, before anything is sent.
+
+        output: kv, rows or hash_ids. Raises ValueError.
+        """
+        tail: tuple[int | str, ...]
+        match output:
+            case "kv":
+                dtype, tail = "BF16", (self.hc_mult + 1, self.dim)
+            case "rows":
+                dtype = "U8" if stored else "BF16"
+                tail = (self.n_hash_cols, "row_bytes" if stored else self.head_dim)
+            case _:
+                dtype, tail = "I64", (self.n_hash_cols,)
+        got = out.shape[1:]
+        fits = len(got) == len(tail) and all(
+            want in (size, "row_bytes") for size, want in zip(got, tail, strict=True)
+        )
+        if out.dtype != dtype or not fits:
+            want = ", ".join(map(str, ("T", *tail)))
+            raise ValueError(
+                f"out: expected {dtype} [{want}] for {output}, got {out.dtype} {list(out.shape)}"
+            )
 
     @property
     def weights_bytes(self) -> int:

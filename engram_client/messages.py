@@ -23,7 +23,7 @@ def open_request(
 ) -> Request:
     """Return the request that opens a session, empty or at a position."""
     document: dict[str, Any] = {"session_id": str(state.session_id)}
-    if position > 0 or lookback:  # ids before position 0 are for the service to refuse
+    if position or lookback:  # what lies before position 0 is for the service to refuse
         document |= {"position": position, "lookback": list(lookback)}
     if owner is not None:
         document["owner"] = owner

@@ -241,6 +241,8 @@ class EngramProtocol(Exchange):
         first, total = _range(state, position, count)
         assembly = Assembly(total, out)
         facts = yield from self.facts()
+        if out is not None:
+            facts.check_out(output, out, stored=stored)
 
         def piece(begin: int, end: int) -> Effects[None]:
             into = assembly.rows(begin, end)
@@ -282,6 +284,11 @@ class EngramProtocol(Exchange):
         """
         facts = yield from self.facts()
         total = batch.num_tokens
+        for out in outs.values():
+            if residual is None:
+                facts.check_out(options.output, out, stored=options.stored)
+            else:
+                _check_residual(residual, out)
         assemblies = {layer: Assembly(total, outs.get(layer)) for layer in options.names}
         length = np.full(len(batch.count), -1, np.int64)
         epoch, dead = length.copy(), np.zeros(total, np.bool_)

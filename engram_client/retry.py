@@ -56,7 +56,8 @@ class Patience:
         pause = self._backoff_s(error)
         if now + pause - self._first_s > self._reconnect_s:
             raise EngramUnavailable(
-                f"no answer for {self._reconnect_s:g} s, {self._failures} tries; last: {error}",
+                f"no answer for {now - self._first_s:.1f} s, {self._failures} tries, the next one"
+                f" would be beyond reconnect_s {self._reconnect_s:g}; last: {error}",
                 error,
             ) from error
         if now - self._first_s >= TELL_AFTER_S and not self._is_told:

@@ -240,7 +240,10 @@ def _columns(segments: Sequence[Segment]) -> Columns:
     """Return every field of all segments, by name."""
     if not segments:
         return dict.fromkeys(Segment._fields, ())
-    return dict(zip(Segment._fields, zip(*segments, strict=True), strict=True))
+    try:
+        return dict(zip(Segment._fields, zip(*segments, strict=True), strict=True))
+    except TypeError as error:  # a session in place of its segment, or one segment for a list
+        raise ValueError(f"segments: expected a list of Segment(session, ...): {error}") from None
 
 
 def _column(values: Sequence[Any], name: str) -> Sequence[Any] | None:

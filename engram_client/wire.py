@@ -342,7 +342,9 @@ def parse_int(text: str, name: str) -> int:
     """
     if _INT.fullmatch(text) and _INT64_MIN <= (value := int(text)) <= _INT64_MAX:
         return value
-    raise IntegerError(f"{name}: not an integer of int64", expected="-?[1-9][0-9]* or 0", got=text)
+    raise IntegerError(
+        f"{name}: not an integer of int64", expected="an int64 in decimal, such as 17", got=text
+    )
 
 
 def format_shape(shape: Iterable[int]) -> str:

@@ -19,11 +19,16 @@ DEAD = -1
 
 
 def compress(
-    token_ids: NDArray[np.int64], mask: NDArray[np.bool_] | None, tables: EngramHashTables
+    token_ids: NDArray[np.int64],
+    mask: NDArray[np.bool_] | None,
+    tables: EngramHashTables,
+    *,
+    name: str = "token_ids",
 ) -> NDArray[np.int32]:
     """Map token ids to compressed ids.
 
     token_ids: int64 [T]; mask: bool [T]  False = dead, its id is not read
+    name: what the ids are called in a refusal
     Returns: int32 [T], DEAD where the mask is False
 
     Raises: TokenOutOfRange naming the first bad index and its value; BadTensor.
@@ -31,7 +36,7 @@ def compress(
     token_ids = np.asarray(token_ids)
     if token_ids.ndim != 1 or (token_ids.size and token_ids.dtype.kind not in "iu"):
         got = f"{token_ids.dtype} {list(token_ids.shape)}"
-        raise BadTensor(f"token_ids: expected int64 [T], got {got}", expected="int64 [T]", got=got)
+        raise BadTensor(f"{name}: expected int64 [T], got {got}", expected="int64 [T]", got=got)
     if mask is not None and (mask.shape != token_ids.shape or mask.dtype != np.bool_):
         got = f"{mask.dtype} {list(mask.shape)}"
         want = f"bool {list(token_ids.shape)}"
@@ -46,7 +51,7 @@ def compress(
         value = int(token_ids[index])
         highest = tables.vocab_size - 1
         raise TokenOutOfRange(
-            f"token_ids[{index}]: expected 0..{highest}, got {value}",
+            f"{name}[{index}]: expected 0..{highest}, got {value}",
             expected=f"0..{highest}",
             got=value,
             index=index,

@@ -29,6 +29,9 @@ _AT_ONCE = 256
 _PAUSE_S = 50e-6
 """How long it sleeps then; without, it would have the lock again before anybody wakes."""
 
+_FEW = 16
+"""Up to here entries are changed one by one: an array of a few takes longer than they do."""
+
 _REFILL = 16
 """1/16 of the store or more is queued for eviction at a time: a pass over all stamps (1.5 ms for
 the 167,000 slots of 8 GiB) is paid once in 10,000 evictions."""
@@ -92,9 +95,57 @@ class KvStore:
 
         tenants: int64 [T]  number of each token's tenant; windows: int32 [T, max_ngram_size]
 
+        Some tokens at a time in every step, so that nobody else waits long: neither for `lock` nor
+        for the interpreter's, which one call of C keeps to its end.
+
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
-        return self._acquire(keys_of(layer_index, tenants, windows))
+        keys: list[bytes] = []
+        slots = np.empty(len(windows), dtype=np.int64)
+        pinned: set[int] = set()
+        made: list[int] = []
+        token_of: dict[bytes, int] = {}  # of each absent window, its first token
+        computed: list[int] = []
+        num_missing, num_others = 0, self._num_others
+        try:
+            # Hits are pinned before anything is evicted for the others.
+            for part in self._in_turns(len(windows)):
+                some = keys_of(layer_index, tenants[part], windows[part])
+                with self.lock:
+                    if not part.start:
+                        self._now += 1
+                    found = list(map(self._slot_of.get, some, repeat(-1)))
+                    self._pin_hits(found, pinned)
+                keys += some
+                slots[part] = found
+                absent = [token for token, slot in enumerate(found, part.start) if slot < 0]
+                for token in absent:
+                    token_of.setdefault(keys[token], token)
+                num_missing += len(absent)
+            self._queue_ahead(len(token_of))
+            missing = list(token_of)
+            for part in self._in_turns(len(missing)):
+                some = missing[part]
+                with self.lock:
+                    if self._num_others != num_others:
+                        some = self._found_since(some, pinned)
+                    self._insert(some, made)
+                computed += map(token_of.__getitem__, some)
+        except MemoryError:
+            with self.lock:
+                self._pins[[*pinned, *made]] -= 1
+                self._forget(np.array(made, dtype=np.int64))
+            raise
+        compute = np.array(computed, dtype=np.int64)
+        slots[compute] = made
+        if num_missing > len(compute):  # what is computed or found for others of the batch
+            for token in np.flatnonzero(slots < 0).tolist():
+                slots[token] = self._slot_of[keys[token]]  # pinned: it stays
+        with self.lock:
+            self.counters.hits += len(keys) - num_missing
+            self.counters.misses += len(compute)
+            self.counters.duplicates += num_missing - len(compute)
+        return Lease(slots, compute)
 
     @contextmanager
     def urgently(self) -> Iterator[None]:
@@ -154,9 +205,9 @@ class KvStore:
             if not filled[slot]:
                 return None
         self._now += 1
-        if len(slots) > 16:
+        if len(slots) > _FEW:
             self._stamps[slots] = self._now
-        else:  # an array of a few takes longer than they do one by one
+        else:
             for slot in slots:
                 self._stamps[slot] = self._now
         self.counters.hits += len(slots)
@@ -183,18 +234,21 @@ class KvStore:
         if num_missing > 1:
             first = {keys[token]: token for token in reversed(tokens)}
             tokens = sorted(first.values())
+        # None as a rule: arrays of nothing take as long as all the rest.
         hits = np.array([slot for slot in slots if slot >= 0], dtype=np.int64)
         self._now += 1
-        self._stamps[hits] = self._now
-        self._pins[hits] += 1  # so that they are not evicted for the others
+        if len(hits):
+            self._stamps[hits] = self._now
+            self._pins[hits] += 1  # so that they are not evicted for the others
         try:
             fresh = self._take(len(tokens))
         except MemoryError:
             return None
         finally:
-            self._pins[hits] -= 1
+            if len(hits):
+                self._pins[hits] -= 1
         if not fill(fresh, tokens):
-            self._free += fresh
+            self._free_again(fresh)
             return None
         self._num_others += 1
         for slot, token in zip(fresh, tokens, strict=True):
@@ -208,65 +262,17 @@ class KvStore:
         counters.duplicates += num_missing - len(tokens)
         return [slot_of[key] for key in keys]
 
-    def _acquire(self, keys: list[bytes]) -> Lease:
-        """Some keys at a time, so that nobody else waits long."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        pinned: set[int] = set()
-        made: list[int] = []
-        num_others = self._num_others
-        try:
-            # Hits are pinned before anything is evicted for the others.
-            for start, some in self._in_turns(keys):
-                with self.lock:
-                    if not start:
-                        self._now += 1
-                    found = list(map(self._slot_of.get, some, repeat(-1)))
-                    self._pin_hits(found, pinned)
-                slots[start : start + len(some)] = found
-            missing = np.flatnonzero(slots < 0)
-            compute = missing
-            if len(missing):
-                absent = list(map(keys.__getitem__, missing.tolist()))
-                # Token of each absent window; from the back, so that the first one is what stays.
-                token_of = dict(zip(reversed(absent), missing[::-1].tolist(), strict=True))
-                found_since: dict[bytes, int] = {}
-                for _, some in self._in_turns(list(token_of)):
-                    with self.lock:
-                        if self._num_others != num_others:
-                            some = self._found_since(some, found_since, pinned)
-                        self._insert(some, made)
-                for key in found_since:
-                    del token_of[key]
-                slot_of = dict(zip(token_of, made, strict=True)) | found_since
-                compute = np.sort(np.fromiter(token_of.values(), np.int64, len(token_of)))
-                there = map(slot_of.__getitem__, absent)
-                slots[missing] = np.fromiter(there, np.int64, len(absent))
-        except MemoryError:
-            with self.lock:
-                self._pins[[*pinned, *made]] -= 1
-                self._forget(np.array(made, dtype=np.int64))
-            raise
-        with self.lock:
-            self.counters.hits += len(keys) - len(missing)
-            self.counters.misses += len(compute)
-            self.counters.duplicates += len(missing) - len(compute)
-        return Lease(slots, compute)
-
-    def _in_turns(self, keys: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-        """Cut keys into parts, each with its start; urgent work goes between two."""
-        for start in range(0, len(keys), _AT_ONCE):
+    def _in_turns(self, count: int) -> Iterator[slice]:
+        """Cut so many into parts; urgent work goes between two."""
+        for start in range(0, count, _AT_ONCE):
             while start and self._num_urgent:
                 time.sleep(_PAUSE_S)
-            yield start, keys[start : start + _AT_ONCE]
+            yield slice(start, min(start + _AT_ONCE, count))
 
-    def _found_since(
-        self, keys: list[bytes], found: dict[bytes, int], pinned: set[int]
-    ) -> list[bytes]:
-        """Find what another thread has made since it was looked for; returns what is missing."""
-        now = {key: self._slot_of[key] for key in keys if key in self._slot_of}
-        found |= now
-        self._pin_hits(now.values(), pinned)
-        return [key for key in keys if key not in now]
+    def _found_since(self, keys: list[bytes], pinned: set[int]) -> list[bytes]:
+        """Pin what another thread has made since it was looked for; returns what is missing."""
+        self._pin_hits([self._slot_of[key] for key in keys if key in self._slot_of], pinned)
+        return [key for key in keys if key not in self._slot_of]
 
     def _insert(self, keys: list[bytes], made: list[int]) -> None:
         """Make and pin entries for distinct keys; their slots are added to `made`."""
@@ -292,7 +298,8 @@ class KvStore:
     def release(self, lease: Lease) -> None:
         """Unpin: every slot of the lease has been computed."""
         slots = lease.slots
-        distinct = np.unique(slots) if len(slots) > 1 else slots
+        is_distinct = len(lease.compute) == len(slots) or len(slots) == 1
+        distinct = slots if is_distinct else np.unique(slots)
         with self.lock:
             self._pins[distinct] -= 1
 
@@ -313,20 +320,29 @@ class KvStore:
     def give_back(self, slots: Ints) -> None:
         """Take lent slots back."""
         with self.lock:
-            self._free += slots.tolist()
+            self._free_again(slots.tolist())
 
     def _pin(self, slots: Ints) -> None:
         self._pins[slots] += 1
         self._stamps[slots] = self._now
 
     def _take(self, count: int) -> list[int]:
-        """Take free slots, evicting what was not used for longest."""
+        """Take free slots, evicting what was not used for longest.
+
+        In the order in which they were freed, ascending ones at first: the kv of a batch whose
+        slots follow each other is computed where it belongs.
+        """
         if count > len(self._free):
             self._evict(count - len(self._free))
         start = len(self._free) - count
         taken = self._free[start:]
         del self._free[start:]
+        taken.reverse()
         return taken
+
+    def _free_again(self, slots: list[int]) -> None:
+        """Take slots back that hold nothing; what was freed last is taken first."""
+        self._free += reversed(slots)
 
     def _evict(self, count: int) -> None:
         """Free at least `count` slots.
@@ -336,33 +352,59 @@ class KvStore:
         """
         while count > 0:
             if not len(self._queue):
-                self._queue = self._least_recent(count)
-                self._queued_at = self._stamps[self._queue]
+                self._queue, self._queued_at = self._least_recent(count)
             slots, stamps = self._queue[:count], self._queued_at[:count]
             self._queue, self._queued_at = self._queue[count:], self._queued_at[count:]
-            victims = slots[(self._stamps[slots] == stamps) & (self._pins[slots] == 0)]
+            victims = slots
+            if len(slots) > 1 or self._stamps[slots[0]] != stamps[0] or self._pins[slots[0]]:
+                victims = slots[(self._stamps[slots] == stamps) & (self._pins[slots] == 0)]
             self._forget(victims)
             self.counters.evicted += len(victims)
             count -= len(victims)
 
-    def _least_recent(self, count: int) -> Ints:
-        slots = np.flatnonzero((self._stamps > 0) & (self._pins == 0))
+    def _queue_ahead(self, count: int) -> None:
+        """Queue what may have to be evicted for so many, before `lock` is held: that takes long.
+
+        What changes meanwhile is younger than all that is queued, and what is queued is looked at
+        again when its turn comes.
+        """
+        if count <= len(self._free) or count <= len(self._queue):
+            return
+        try:
+            queue, queued_at = self._least_recent(count)
+        except MemoryError:
+            return  # if it stays so, `_evict` says it
+        with self.lock:
+            self._queue, self._queued_at = queue, queued_at
+
+    def _least_recent(self, count: int) -> tuple[Ints, Ints]:
+        """Return at least `count` slots in the order of their stamps, and these."""
+        stamps = self._stamps.copy()  # another thread may free some meanwhile
+        slots = np.flatnonzero((stamps > 0) & (self._pins == 0))
+        stamps = stamps[slots]
         if len(slots) < count:
             raise MemoryError(f"{count} kv slots needed, {len(slots)} of {self.num_slots} unpinned")
         queued = min(len(slots), max(count, self.num_slots // _REFILL))
-        stamps = self._stamps[slots]
+        order = stamps * self.num_slots + slots  # of equal age: the lowest slot first
         if queued < len(slots):
-            oldest = np.argpartition(stamps, queued - 1)[:queued]
-            slots, stamps = slots[oldest], stamps[oldest]
-        return slots[np.argsort(stamps, kind="stable")]
+            oldest = np.argpartition(order, queued - 1)[:queued]
+            slots, stamps, order = slots[oldest], stamps[oldest], order[oldest]
+        by_age = np.argsort(order)
+        return slots[by_age], stamps[by_age]
 
     def _forget(self, slots: Ints) -> None:
-        keys = self._key_of[slots].tolist()
-        deque(map(self._slot_of.__delitem__, keys), maxlen=0)
-        self._key_of[slots] = None
-        self._stamps[slots] = 0
-        self._filled[slots] = False
-        self._free += slots.tolist()
+        places = slots.tolist()
+        if len(places) <= _FEW:
+            for slot in places:
+                del self._slot_of[self._key_of[slot]]
+                self._key_of[slot], self._stamps[slot], self._filled[slot] = None, 0, False
+        else:
+            keys = self._key_of[slots].tolist()
+            deque(map(self._slot_of.__delitem__, keys), maxlen=0)
+            self._key_of[slots] = None
+            self._stamps[slots] = 0
+            self._filled[slots] = False
+        self._free_again(places)
 
 
 def keys_of(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> list[bytes]:

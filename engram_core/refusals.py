@@ -84,8 +84,9 @@ def _error(
                 **now,
             )
         case _:
+            what = f"positions [{position}, {end})" if end > position else f"position {position}"
             return errors.NotPushed(
-                f"positions [{position}, {end}): the session holds {length} at epoch"
+                f"{what}: the session holds {length} at epoch"
                 f" {present}; push first, or read with wait_ms",
                 expected=end,
                 got=length,

@@ -60,7 +60,7 @@ def check_open(request: OpenRequest, tables: EngramHashTables) -> Opening:
         )
     mask = np.array([token is not None for token in given], dtype=np.bool_)
     token_ids = np.array([0 if token is None else token for token in given], dtype=np.int64)
-    lookback = tuple(compress(token_ids, mask, tables).tolist())
+    lookback = tuple(compress(token_ids, mask, tables, name="lookback").tolist())
     return Opening(request.session_id, position, lookback, owner=request.owner)
 
 

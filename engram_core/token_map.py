@@ -33,7 +33,11 @@ def token_map_from_tokenizer(path: Path) -> NDArray[np.int32]:
     Raises: CheckpointError.
     Source: engram-format 2.1 (`inference/engram.py` of DeepSeek-V4.1-Flash).
     """
-    tokenizer = _read(path)
+    return token_map_of(read_tokenizer(path), path)
+
+
+def token_map_of(tokenizer: Tokenizer, path: Path) -> NDArray[np.int32]:
+    """As `token_map_from_tokenizer`, of one that has been read; path names it in a refusal."""
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise CheckpointError(
@@ -58,7 +62,8 @@ def token_map_from_tokenizer(path: Path) -> NDArray[np.int32]:
     return token_map
 
 
-def _read(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json. Raises: CheckpointError."""
     try:
         with open(path, "rb") as file:
             # Never more than the file holds: `read(n)` takes n bytes of memory first.
@@ -66,6 +71,11 @@ def _read(path: Path) -> Tokenizer:
             content = file.read(most + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return tokenizer_of(content, path)
+
+
+def tokenizer_of(content: bytes, path: Path) -> Tokenizer:
+    """Parse the bytes of a tokenizer.json; path names it in a refusal. Raises: CheckpointError."""
     if len(content) > MAX_TOKENIZER_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_TOKENIZER_BYTES} bytes")
     try:

@@ -28,8 +28,19 @@ app = typer.Typer(
 keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 
+
+def _named(text: str) -> Path:
+    """A path that is named: an empty one, perhaps an unset variable, would be this folder."""
+    if not text:
+        raise typer.BadParameter("expected a path, got an empty one; is a variable not set?")
+    return Path(text)
+
+
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CKPT", help="a GGUF file, or a folder with a checkpoint")
+    Path,
+    typer.Argument(
+        metavar="CKPT", parser=_named, help="a GGUF file, or a folder with a checkpoint"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -158,7 +169,7 @@ def verify(
     as_json: AsJson = False,
     device: Annotated[str, typer.Option(help="cpu or cuda:N")] = "cpu",
     placement: Annotated[str, typer.Option(help="auto, device, host or disk")] = "auto",
-    seed: Annotated[int, typer.Option(help="of what is sampled")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of what is sampled")] = 0,
 ) -> None:
     """Compare sampled rows, hashes, kv and residuals with the plain way; exit 1 if they differ.
 
@@ -236,6 +247,7 @@ def compare(
 
     if png is not None:
         require_plot()
+        _require_folder("--png", png)
     content = _utf8(text)
     with progress_bars() as report:
         found = compare_checkpoints(
@@ -261,7 +273,7 @@ def synth(
     preset: Annotated[str, typer.Option(help="tiny, demo or flash")] = "tiny",
     fmt: Annotated[str, typer.Option("--format", help="gguf or safetensors")] = "gguf",
     quant: Annotated[str | None, typer.Option(help="row format [Q2_K; FP8]")] = None,
-    seed: Annotated[int, typer.Option(help="of the values")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the values")] = 0,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, for demo, flash")] = None,
 ) -> None:
     """Make a checkpoint of seeded values."""
@@ -296,6 +308,8 @@ def doctor(
 
     if folder is not None and not folder.is_dir():  # said now, not after ten seconds of probes
         raise EngramError(f"--folder {folder}: expected a folder, got none of that name")
+    if out is not None:
+        _require_folder("--out", out)
     with progress_bars() as report:
         found = diagnose(seconds=seconds, folder=folder, progress=report)
     document = found.as_json()
@@ -339,6 +353,13 @@ def add_key(
         raise SettingsError("keys add: no keys_file; give --keys-file, or set ENGRAM_KEYS_FILE")
     print(access.add_key(path, name, scope))
     print(f"{name} ({scope}) is in {path}; the key is not kept anywhere else", file=sys.stderr)
+
+
+def _require_folder(option: str, out: Path) -> None:
+    """Refuse a file that cannot be written before the work whose outcome it would hold is done."""
+    if out.is_dir() or not out.parent.is_dir():
+        got = "a folder" if out.is_dir() else f"one in {out.parent}, which is no folder"
+        raise EngramError(f"{option} {out}: expected a file to write, got {got}")
 
 
 def _utf8(path: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import ssl
 import sys
 import threading
 import time
@@ -324,7 +325,10 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
     try:
         config.load()
     except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, ssl.SSLError):  # "[SSL] PEM lib" tells nobody anything
+            why = f"expected a certificate chain and its key without a passphrase, PEM; got {why}"
         raise SettingsError(
-            f"tls_cert {settings.tls_cert}, tls_key {settings.tls_key}: {error.strerror or error}"
+            f"tls_cert {settings.tls_cert}, tls_key {settings.tls_key}: {why}"
         ) from None
     return config

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from engram_core.backends import cuda, native
+from engram_core.backends.base import Backend
 from engram_core.checkpoint import Checkpoint, open_checkpoint
 from engram_core.doctor_report import read_report
 from engram_core.engine import Engine
@@ -23,9 +24,13 @@ from service.state import Model
 
 log = structlog.get_logger("engram.load")
 
-NEAR_TOKENS = 16
-"""Reads up to this size are run on the event loop's thread, on the CPU: handing them over costs 100
-to 300 us more (docs/notes/fast_path.md)."""
+TORCH_NEAR_TOKENS = 16
+"""Reads up to this size are run on the event loop's thread, where torch gates: 400 us, and handing
+them over costs 100 to 300 more (docs/notes/fast_path.md)."""
+
+CPU_NEAR_TOKENS = 64
+"""The same where our own gate does, for a residual of one session whose kv is there: 72 us of a
+gate instead of some 500 on the way through a lane."""
 
 CUDA_NEAR_TOKENS = 512
 """The same on a GPU, for a residual of one session whose kv is there: 25 to 600 us that wait for
@@ -152,10 +157,16 @@ def load_model(path: Path, settings: Settings, report: ProgressReport) -> Model:
         session_ttl_s=settings.session_ttl_s,
         ahead_tokens=sizes.ahead_tokens,
         chunk_tokens=CUDA_CHUNK_TOKENS if device.is_cuda else CHUNK_TOKENS,
-        near_tokens=CUDA_NEAR_TOKENS if device.is_cuda else NEAR_TOKENS,
+        near_tokens=_near_tokens(backend, is_cuda=device.is_cuda),
     )
     engine = Engine(backend, limits)
     return Model(engine, backend, checkpoint, limits, ledger, sizes.in_flight_bytes)
+
+
+def _near_tokens(backend: Backend, *, is_cuda: bool) -> int:
+    if is_cuda:
+        return CUDA_NEAR_TOKENS
+    return CPU_NEAR_TOKENS if backend.near_reads else TORCH_NEAR_TOKENS
 
 
 def _budget(settings: Settings, sizes: Sizes) -> Budget:

@@ -151,4 +151,5 @@ def _refusal(error: ValidationError) -> SchemaError:
 
 def wanted(message: str) -> str:
     """Return what a message of pydantic says that it expects, as part of a sentence."""
+    message = re.sub(r"^String should match pattern", "text that matches", message)
     return re.sub(r"^(Value error, |(Input|List|String) should (be|have) )", "", message)

@@ -28,6 +28,9 @@ from service.shm import Region
 MAX_HEAD_BYTES = 64 << 10
 MAX_KNOWN_BYTES = 4 << 10
 """Of the headers of a head that is remembered (`recall.py`)."""
+READ_BYTES = 256 << 10
+"""What of a body is read in one turn of the loop. A read of a Unix socket goes on as long as the
+peer fills it: of 335 MB up to 200 in one turn, which took 40 ms (docs/notes/gpu_host.md)."""
 IDLE_S = 75.0
 """How long a connection may stay without a request; longer than clients keep theirs."""
 
@@ -76,12 +79,16 @@ class BodyReceiver(asyncio.BufferedProtocol):
         self._exchange = exchange
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._exchange.space()
+        return self._exchange.space()[:READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._exchange.received(nbytes)
         if not (self._exchange.more_body or self._exchange.is_told):
             self._connection.take_back()
+        elif nbytes == READ_BYTES:  # there is more: in the next turn
+            transport = self._connection.transport
+            transport.pause_reading()
+            self._connection.loop.call_soon(transport.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.connection_lost(exc)

@@ -927,6 +927,13 @@ FAULTS = (
         "tests/unit/test_engine.py",
     ),
     fault(
+        "client-sends-a-push-whose-answer-has-no-room",
+        "engram_client/protocol.py",
+        "                facts.check_out(options.output, out, stored=options.stored)\n",
+        "                pass\n",
+        "tests/unit/test_client.py",
+    ),
+    fault(
         "client-pushes-to-an-end-that-moved",
         "engram_client/exchange.py",
         "        if length is not None and state.length != length:\n",
@@ -1159,8 +1166,8 @@ FAULTS = (
     fault(
         "made-meanwhile-and-made-again",
         "engram_core/kv_store.py",
-        "                        if self._num_others != num_others:\n",
-        "                        if self._num_others < num_others:\n",
+        "                    if self._num_others != num_others:\n",
+        "                    if self._num_others < num_others:\n",
         "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
     ),
     fault(
@@ -1173,14 +1180,14 @@ FAULTS = (
     fault(
         "hits-evicted-for-what-is-missing-beside-them",
         "engram_core/kv_store.py",
-        "        self._pins[hits] += 1  # so that they are not evicted for the others\n",
-        "        self._pins[hits] += 0\n",
+        "            self._pins[hits] += 1  # so that they are not evicted for the others\n",
+        "            self._pins[hits] += 0\n",
         "tests/unit/test_kv_store.py::test_a_hit_is_not_evicted_for_what_is_missing_beside_it",
     ),
     fault(
         "slots-of-what-was-not-computed-are-lost",
         "engram_core/kv_store.py",
-        "            self._free += fresh\n            return None\n",
+        "            self._free_again(fresh)\n            return None\n",
         "            return None\n",
         "tests/unit/test_kv_store.py::test_what_could_not_be_computed_leaves_nothing_behind",
     ),
@@ -1299,6 +1306,20 @@ FAULTS = (
         "tests/unit/test_near.py::test_small_work_ahead_is_done_behind_the_turn_s_reads",
     ),
     fault(
+        "a-body-read-as-long-as-it-comes",
+        "service/transport.py",
+        "        return self._exchange.space()[:READ_BYTES]\n",
+        "        return self._exchange.space()\n",
+        "tests/service/test_fast_path.py::test_a_large_body_leaves_the_loop_to_others_between_its_pieces",
+    ),
+    fault(
+        "pieces-of-a-body-in-one-turn",
+        "service/transport.py",
+        "        elif nbytes == READ_BYTES:",
+        "        elif nbytes > READ_BYTES:",
+        "tests/service/test_fast_path.py::test_a_large_body_leaves_the_loop_to_others_between_its_pieces",
+    ),
+    fault(
         "loop-waits-for-the-chunks-of-a-prefill",
         "engram_core/backends/cuda_near.py",
         "                self._lane.under_way() <= _WAITED_TOKENS\n",
@@ -1308,7 +1329,7 @@ FAULTS = (
     fault(
         "slot-written-from-two-streams",
         "engram_core/backends/cuda_near.py",
-        "            and self._lane.of(np.array(slots, dtype=np.int64)) is None\n",
+        "            and self._lane.are_ended(slots)\n",
         "",
         "tests/unit/test_cuda_calls.py::test_little_is_begun_beside_the_chunks_of_a_prefill",
     ),

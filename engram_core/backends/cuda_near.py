@@ -109,7 +109,7 @@ class NearProjector:
                 self._lane.under_way() <= _WAITED_TOKENS
                 or (count <= _BESIDE_TOKENS and self._kernel_of(layer_index, count) in STORED_FORMS)
             )
-            and self._lane.of(np.array(slots, dtype=np.int64)) is None
+            and self._lane.are_ended(slots)
         )
 
     def wait(self) -> None:

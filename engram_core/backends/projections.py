@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ctypes import c_void_p
 
 import numpy as np
@@ -55,6 +56,7 @@ class Projections:
         tokens, last = 0, self.last
         for number in range(last, max(last - QUEUED, int(self._state[0])), -1):
             if self.end_of(number).is_done():
+                self._finished(number)  # nor is it asked again
                 break
             tokens += self._tokens[number % _TRACKED]
         return tokens
@@ -70,20 +72,29 @@ class Projections:
 
     def of(self, slots: NDArray[np.int64]) -> Event | None:
         """The end of the last projection that any of the slots waits for, None if all ended."""
-        last = int(self._made_by[slots].max()) if slots.size else 0
-        if last <= self._state[0]:
+        return self._end_unless_done(int(self._made_by[slots].max()) if slots.size else 0)
+
+    def are_ended(self, slots: Iterable[int]) -> bool:
+        """Whether nothing that writes the slots is under way: as `of`, of a few integers."""
+        return self._end_unless_done(int(max(map(self._made_by.__getitem__, slots)))) is None
+
+    def _end_unless_done(self, number: int) -> Event | None:
+        if number <= self._state[0]:
             return None
-        end = self.end_of(last)
+        end = self.end_of(number)
         if not end.is_done():
             return end
-        self._state[0] = max(int(self._state[0]), last)
+        self._finished(number)
         return None
+
+    def _finished(self, number: int) -> None:
+        self._state[0] = max(int(self._state[0]), number)
 
     def wait(self, number: int) -> None:
         """Wait for a projection and all before it. Raises: Internal."""
         if number > self._state[0]:
             self.end_of(number).wait()
-            self._state[0] = max(int(self._state[0]), number)
+            self._finished(number)
 
     def close(self) -> None:
         """Destroy the marks."""

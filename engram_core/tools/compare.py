@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
 from engram_core.checkpoint import Checkpoint, open_checkpoint
@@ -20,6 +19,7 @@ from engram_core.hashing import EngramHasher
 from engram_core.loader import weights_from_source
 from engram_core.quant import requantize
 from engram_core.tables import DiskTable
+from engram_core.token_map import read_tokenizer
 from engram_core.tools.gate_terms import gate_values, updates
 from engram_core.tools.presets import installed_tokenizer
 from engram_core.weights import EngramLayerWeights
@@ -236,7 +236,15 @@ def _tokenizer(a: Checkpoint, b: Checkpoint, given: Path | None) -> Path:
 
 
 def _token_ids(a: Checkpoint, text: str, tokenizer: Path, max_tokens: int) -> NDArray[np.int64]:
-    ids = Tokenizer.from_buffer(tokenizer.read_bytes()).encode(text).ids[:max_tokens]
+    ids = read_tokenizer(tokenizer).encode(text).ids[:max_tokens]
     if not ids:
         raise SchemaError("text: expected at least one token, got none", expected="a text", got=0)
+    vocab_size = a.hash_tables.vocab_size
+    if max(ids) >= vocab_size:
+        raise CheckpointError(
+            f"{tokenizer}: expected the tokenizer of {a.path}, whose ids are 0..{vocab_size - 1}, "
+            f"got id {max(ids)}; name the right one with --tokenizer",
+            expected=f"ids 0..{vocab_size - 1}",
+            got=max(ids),
+        )
     return np.array(ids, np.int64)

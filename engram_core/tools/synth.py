@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from engram_core.checkpoint.write import (
 from engram_core.errors import SchemaError
 from engram_core.geometry import EngramHashTables
 from engram_core.quant import QUANT_GROUP, ROW264, row_format
-from engram_core.token_map import token_map_from_tokenizer
+from engram_core.token_map import token_map_of, tokenizer_of
 from engram_core.tools.layout_a import ARCH, tensor_name
 from engram_core.tools.presets import Preset, preset, tokenizer_json
 from engram_core.tools.sparse_rows import sparse_rows
@@ -116,10 +115,8 @@ def _plan(
             text = ", ".join(known or ())
             raise SchemaError(f"{what}: expected {text}, got {value!r}", expected=text, got=value)
     content = tokenizer_json(name, tokenizer)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "tokenizer.json"
-        path.write_bytes(content)
-        token_map = token_map_from_tokenizer(path)
+    named = tokenizer or Path("tokenizer.json")
+    token_map = token_map_of(tokenizer_of(content, named), named)
     tables = EngramHashTables.derive(
         sizes.layer_ids,
         sizes.max_ngram_size,

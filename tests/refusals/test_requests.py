@@ -306,6 +306,7 @@ def test_token_id_outside_the_token_map_in_a_step(client: httpx.Client, held: st
 def test_lookback_id_outside_the_token_map(client: httpx.Client) -> None:
     answer = client.post("/v1/sessions", json={"position": 3, "lookback": [0, VOCAB, 0]})
     assert refusal(answer) == (400, "token_out_of_range")
+    assert answer.json()["detail"] == f"lookback[1]: expected 0..{VOCAB - 1}, got {VOCAB}"
 
 
 def test_minus_one_is_dead_only_in_a_steps_lookback(client: httpx.Client) -> None:

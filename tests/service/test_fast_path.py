@@ -18,7 +18,7 @@ import torch
 import uvloop
 
 from engram_client import wire
-from service import bodies, exchange
+from service import bodies, exchange, transport
 from service.desk import GONE
 from service.exchange import Exchange, Exchanges, Refusal
 from service.fast_path import FastPath
@@ -239,6 +239,48 @@ def test_a_body_byte_by_byte_is_received_in_place(
     split = ask(once(*[request[i : i + 1] for i in range(len(request))]))
     assert plain(split) == plain(ask(once(request)))
     assert received
+
+
+def test_a_large_body_leaves_the_loop_to_others_between_its_pieces(
+    ask: Callable[..., bytes], session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "READ_BYTES", 300)
+    request = apply(session_id, MAX_TOKENS)
+    head = request.index(b"\r\n\r\n") + 4
+    pieces: list[tuple[int, bool]] = []
+    updated = BodyReceiver.buffer_updated
+
+    def counted(receiver: BodyReceiver, nbytes: int) -> None:
+        line: Any = receiver._connection
+        updated(receiver, nbytes)
+        pieces.append((nbytes, line.transport.is_reading()))
+
+    monkeypatch.setattr(BodyReceiver, "buffer_updated", counted)
+    answer = ask(once(request[:head], request[head:]))
+    assert sum(nbytes for nbytes, _ in pieces) == len(request) - head
+    assert max(nbytes for nbytes, _ in pieces) == 300
+    # A whole piece is the last one of its turn, but for the one that the body ends with.
+    assert all(is_reading == (nbytes < 300) for nbytes, is_reading in pieces[:-1])
+    assert pieces[-1][1]
+    monkeypatch.undo()
+    assert plain(answer) == plain(ask(once(request)))
+
+
+def test_a_client_that_leaves_between_two_pieces_holds_nothing(
+    ask: Callable[..., bytes], door: InProcess, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "READ_BYTES", 300)
+    request = apply(session_id, MAX_TOKENS)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request[:-200])
+        while not door.state.pool_bytes:
+            await asyncio.sleep(0)
+        writer.transport.abort()
+        return b""
+
+    ask(talk)
+    assert (door.state.pool_bytes, door.state.num_active) == (0, 0)
 
 
 def test_pipelined_requests_are_answered_in_order(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engram_core.backends import cuda, native
+from engram_core.backends import cpu, cuda, native
 from engram_core.errors import Internal, SchemaError
 from engram_core.meminfo import host_total_bytes
 from engram_core.memory import Ledger, Placement
@@ -19,6 +19,7 @@ from service import cli
 from service.loading import choose_device, ledger_of, load_model
 from service.settings import Settings, SettingsError
 from service.state import Model
+from tests.native.host_library import build_cpu_library
 from tests.unit.test_doctor import TINY
 
 GIB = 1 << 30
@@ -190,6 +191,19 @@ def test_file_that_is_no_report_ends_the_start(official_dir: Path, tmp_path: Pat
         served(official_dir, {}, tmp_path)
     with pytest.raises(SettingsError, match=r"doctor_report .*: No such file"):
         load_model(official_dir, Settings(doctor_report=tmp_path / "no"), lambda *_: None)
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["own gate", "torch"])
+def test_the_loops_thread_takes_longer_reads_where_our_gate_serves(
+    is_native: bool, official_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate of 64 tokens takes 72 us, torch's 1,500: a loop may not be kept for so long."""
+    library = build_cpu_library(tmp_path, "-O3") if is_native else None
+    monkeypatch.setattr(cpu, "find_library", lambda: library)
+    model = load_model(official_dir, Settings(), lambda *_: None)
+    near_tokens = model.limits.near_tokens
+    model.close()
+    assert near_tokens == (64 if is_native else 16)
 
 
 def test_inspect_tells_the_ledger_that_serving_goes_by(small_gguf: Path) -> None:

@@ -163,3 +163,9 @@ def test_first_fault_of_a_long_list_is_enough(field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         PushTokens.model_validate(document)
     assert caught.value.error_count() == 1
+
+
+def test_refusal_by_a_pattern_reads_as_a_sentence() -> None:
+    with pytest.raises(SchemaError) as caught:
+        strict.parse_model(OpenSession, {"owner": "a b"})
+    assert caught.value.message == ("owner: expected text that matches '^[!-~]{1,128}$', got 'a b'")

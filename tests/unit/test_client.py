@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engram_client import EngramClient, EngramUnavailable, Segment, torch_of
-from engram_client.problems import BadAnswer, SessionClosed
+from engram_client.problems import SessionClosed
 from engram_client.wire import as_view, to_numpy
 from tests.unit.fake_service import COLS, DIM, HC, WIDTH, FakeService, tensor
 from tests.unit.raw_server import Peer, RawServer, serving
@@ -118,6 +118,44 @@ def test_a_wrong_residual_or_out_is_refused_before_anything_is_sent(
     assert len(service.requests) == num_requests
 
 
+@pytest.mark.parametrize("pushes", [False, True])
+def test_an_out_that_no_answer_fits_is_refused_before_anything_is_sent(
+    client: EngramClient, service: FakeService, pushes: bool
+) -> None:
+    """A push would have been applied, and its session's own copy would not know."""
+    session = client.open_session()
+    session.push([5, 6])
+    num_requests = len(service.requests)
+    segment = Segment(session, token_ids=[7, 8]) if pushes else Segment(session, position=0)
+    bf16 = ml_dtypes.bfloat16
+    for output, out in (
+        ("kv", np.zeros((2, HC + 1, DIM), np.float32)),
+        ("kv", np.zeros((2, HC, DIM), bf16)),
+        ("kv", np.zeros((2, DIM, HC + 1), bf16)),
+        ("rows", np.zeros((2, COLS, 3), bf16)),
+        ("rows", np.zeros((2, COLS, 2), np.uint8)),
+        ("hash_ids", np.zeros((2, COLS), np.int32)),
+        ("hash_ids", np.zeros((2, COLS, 1), np.int64)),
+    ):
+        with pytest.raises(ValueError, match=rf"^out: expected \w+ \[T, .* for {output}, got "):
+            client.step([segment], (1,), output, out=out)
+        if not pushes:
+            with pytest.raises(ValueError, match=rf"^out: .* for {output}, got "):
+                getattr(session, output)(1, 0, 2, out=out)
+    with pytest.raises(ValueError, match=r"^out: expected"):
+        client.step(
+            [segment], (1,), residual=residual("numpy f32", 2), out=residual("torch bf16", 2)
+        )
+    assert (len(service.requests), session.length) == (num_requests, 2)
+
+
+def test_what_is_no_list_of_segments_is_said(client: EngramClient) -> None:
+    session = client.open_session()
+    for given in ([session], Segment(session, token_ids=[1])):
+        with pytest.raises(ValueError, match=r"^segments: expected a list of Segment"):
+            client.step(given, (1,), "kv")  # type: ignore[arg-type]
+
+
 def test_kv_rows_and_hash_ids_come_as_numpy_or_into_out(client: EngramClient) -> None:
     session = client.open_session()
     session.push(torch.tensor([5, 6, 7]), np.array([True, False, True]))
@@ -134,8 +172,6 @@ def test_out_of_another_shape_than_the_answer_is_refused(client: EngramClient) -
     session.push([5, 6])
     with pytest.raises(ValueError, match="out"):
         session.kv(1, 0, out=np.zeros((3, HC + 1, DIM), ml_dtypes.bfloat16))
-    with pytest.raises(BadAnswer):
-        session.kv(1, 0, out=np.zeros((2, HC, DIM), ml_dtypes.bfloat16))
 
 
 def test_a_session_goes_the_whole_way(client: EngramClient, service: FakeService) -> None:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from engram_core.backends import cuda_backend
 from engram_core.backends import native as abi
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
-from engram_core.backends.device import DeviceBuffer
+from engram_core.backends.device import DeviceBuffer, Stream
 from engram_core.backends.disk_rows import DiskRows
 from engram_core.backends.engram_v41 import DeviceLayer
+from engram_core.backends.projections import Projections
 from engram_core.errors import BadTensor, RowOutOfRange
 from engram_core.hashing import hash_windows
 from engram_core.quant import row_format
@@ -271,6 +272,30 @@ def test_little_is_begun_beside_the_chunks_of_a_prefill(
     assert not batches.project(0, [100], random_windows(1, seed=1))  # a lane writes there
 
 
+def test_a_projection_that_has_ended_is_not_asked_for_again() -> None:
+    class Ending(Library):
+        ended = 0
+
+        def event_is_done(self, _: int, answer: Any) -> None:
+            self.calls.append("event_is_done")
+            answer._obj.value = self.ended
+
+    library = Ending()
+    projections = Projections(library, SLOTS)  # type: ignore[arg-type]
+    number, stream = projections.begin(100), Stream(library)  # type: ignore[arg-type]
+    projections.end(number, stream, np.arange(5))
+    assert projections.under_way() == 100
+    assert projections.are_ended([5, 6])
+    assert not projections.are_ended([6, 4])
+    library.ended = 1
+    assert projections.under_way() == 0
+    library.calls.clear()
+    assert projections.under_way() == 0
+    assert projections.are_ended([4])
+    assert projections.of(np.arange(5)) is None
+    assert library.calls == []
+
+
 def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
     read = near.backend.near_reads[1]
     ids = np.arange(256, dtype=np.int32)
@@ -328,7 +353,7 @@ def test_what_cannot_be_is_refused_before_any_launch(bench: Bench) -> None:
     with pytest.raises(BadTensor, match="out: expected contiguous"):
         backend.gate(0, np.arange(2), NOBODY_DEAD[:2], residual, residual.bfloat16())
     with pytest.raises(BadTensor, match="dead: expected bool"):
-        backend.gate(0, np.arange(2), np.zeros(2, np.int8), residual, residual)  # type: ignore[arg-type]
+        backend.gate(0, np.arange(2), np.zeros(2, np.int8), residual, residual)
     assert bench.library.launches() == []
 
 

@@ -275,6 +275,59 @@ def test_urgent_work_goes_between_the_parts_of_a_large_batch(
     assert not store._pins.any()
 
 
+def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its kv is computed where it belongs, without a copy."""
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    store = KvStore(20)
+    for first in (0, 10, 20, 30):  # the last two in the place of the first two
+        lease = use(store, *range(first, first + 10))
+        start = first % 20
+        assert lease.slots.tolist() == list(range(start, start + 10))
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_what_changes_while_evictions_are_queued_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Before the stamps are compared, or after: the lock is not held."""
+    store = KvStore(12)
+    for first in (0, 6):
+        store.fill(use(store, *range(first, first + 6)))
+    found: list[Lease] = []
+    least_recent, flatnonzero = store._least_recent, np.flatnonzero
+
+    def meanwhile() -> None:
+        assert not store.lock.locked()
+        monkeypatch.undo()
+        store._queue = np.empty(0, dtype=np.int64)
+        lease, _ = fill_now(store, 2, 50, 51)  # in the place of 0 and 1
+        assert lease is not None
+        found.append(lease)
+
+    if moment == "before":
+
+        def compared(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+            meanwhile()
+            return flatnonzero(mask)
+
+        monkeypatch.setattr(np, "flatnonzero", compared)
+    else:
+
+        def queued(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            queue = least_recent(count)
+            meanwhile()
+            return queue
+
+        monkeypatch.setattr(store, "_least_recent", queued)
+    lease = acquire(store, *range(100, 104))
+    store.fill(lease)
+    assert not set(lease.slots.tolist()) & set(found[0].slots.tolist())
+    store.release(found[0])
+    store.release(lease)
+    assert len(store) == 12
+    assert not acquire(store, 2, 50, 51, 7, 8, 9, 10, 11, *range(100, 104)).compute.size
+
+
 def test_a_large_batch_that_does_not_fit_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -363,7 +363,8 @@ def test_fork_inherits_base_and_lookback() -> None:
 
 
 def test_fork_is_fenced_by_its_parent(toy: Pool) -> None:
-    refused(errors.NotPushed, toy.open, 2, fork_of=1, position=6)
+    with pytest.raises(errors.NotPushed, match=r"^position 6: the session holds 5 at epoch "):
+        toy.open(2, fork_of=1, position=6)
     toy.rewind(4)
     refused(errors.StaleEpoch, toy.open, 2, fork_of=1)
     refused(errors.UnknownSession, toy.open, 2, fork_of=9)
