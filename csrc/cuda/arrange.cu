@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kArrangeWarps * 32)
     const ArrangedE4M3::Unit made = ArrangedE4M3::arrange(rows, args.row_bytes, lane);
     is_exotic |= !made.is_plain;
     uint8_t* to = args.arranged +
-                  ((tile * args.num_stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes;
+                  stage_at<ArrangedE4M3>(tile, stage, args.num_tiles, args.num_stages) +
+                  unit * ArrangedE4M3::kUnitBytes;
     *reinterpret_cast<uint4*>(to + lane * 16) = {made.word[0], made.word[1], made.word[2],
                                                  made.word[3]};
   }
@@ -52,9 +53,10 @@ __global__ void __launch_bounds__(kArrangeWarps * 32)
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kArrangeWarps + threadIdx.x / 32;
   const int64_t tile = warp / args.num_stages, stage = warp % args.num_stages;
   if (tile >= args.num_tiles) return;
-  Arranged::arrange(args.codes + tile * kTileOutputs * args.row_bytes + stage * kStored,
-                    args.row_bytes, static_cast<int>(threadIdx.x % 32),
-                    args.arranged + (tile * args.num_stages + stage) * Arranged::kStageBytes);
+  Arranged::arrange(
+      args.codes + tile * kTileOutputs * args.row_bytes + stage * kStored, args.row_bytes,
+      static_cast<int>(threadIdx.x % 32),
+      args.arranged + stage_at<Arranged>(tile, stage, args.num_tiles, args.num_stages));
 }
 
 }  // namespace engram

@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 using FP8Stream = RegisterStream<E4M3Decoder>;
 using Q2Stream = RegisterStream<Q2KDecoder<BySharedMemory>, 2>;
 using Q3Stream = RegisterStream<Q3KDecoder<BySharedMemory>, 2>;
-using Q4Stream = RegisterStream<Q4KDecoder<BySharedMemory>>;
+using Q4Stream = RegisterStream<Q4KDecoder<BySharedMemory>, 1, kUnits, true>;
 using Q8Stream = RegisterStream<Q80Decoder, 1, 6>;
 
 constexpr int kMostStages = 44;  // whose tokens fit into a block's 227 KB, whatever the exchange

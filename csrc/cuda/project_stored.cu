@@ -169,35 +169,37 @@ engram_status launch_stored(const StoredArgs& args, int num_sms, cudaStream_t st
 // other at barriers (42.2 us instead of 43.5); Q2_K computes, and is better off with one (39.8
 // instead of 42.8). From 32 tokens on a warp with two tiles reads each token once for both, where
 // the registers suffice.
-template <class Few, class Many, int kBlocks, int kTiles = 2>
+template <class UpTo8, class UpTo16, class More, int kBlocks, int kTiles = 2>
 engram_status launch_class(const StoredArgs& args, int num_sms, cudaStream_t stream) {
   constexpr int kWarps = 16 / kBlocks, kManyWarps = kTiles == 2 ? 8 : 16;
   if (args.num_tokens <= 8)
-    return launch_stored<Few, Class<8, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
+    return launch_stored<UpTo8, Class<8, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
   if (args.num_tokens <= 16)
-    return launch_stored<Few, Class<16, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
+    return launch_stored<UpTo16, Class<16, 4, 1, kWarps, kBlocks>>(args, num_sms, stream);
   if (args.num_tokens <= 32)
-    return launch_stored<Many, Class<32, 4, kTiles, kManyWarps, 1>>(args, num_sms, stream);
-  return launch_stored<Many, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, num_sms, stream);
+    return launch_stored<More, Class<32, 4, kTiles, kManyWarps, 1>>(args, num_sms, stream);
+  return launch_stored<More, Class<64, 3, kTiles, kTiles == 2 ? 8 : 12, 1>>(args, num_sms, stream);
 }
 
 engram_status launch_mma(int32_t format, const StoredArgs& args, int num_sms, cudaStream_t stream) {
   using FP8 = RegisterStream<E4M3Decoder>;
-  using Q2 = Q2KDecoder<ByShuffle>;
+  using FP8Late = RegisterStream<E4M3Decoder, 1, kUnits, true>;
+  using Q2 = RegisterStream<Q2KDecoder<ByShuffle>>;
+  using Q2Ahead = RegisterStream<Q2KDecoder<ByShuffle>, 2>;
   using Q3 = RegisterStream<Q3KDecoder<ByShuffle>>;
-  using Q4 = RegisterStream<Q4KDecoder<ByShuffle>>;
+  using Q4 = RegisterStream<Q4KDecoder<ByShuffle>, 1, kUnits, true>;
   using Q8 = RegisterStream<Q80Decoder, 1, 6>;
   switch (format) {
     case ENGRAM_Q2_K:
-      return launch_class<RegisterStream<Q2, 2>, RegisterStream<Q2>, 1>(args, num_sms, stream);
+      return launch_class<Q2Ahead, Q2Ahead, Q2, 1>(args, num_sms, stream);
     case ENGRAM_Q3_K:
-      return launch_class<Q3, Q3, 1, 1>(args, num_sms, stream);
+      return launch_class<Q3, Q3, Q3, 1, 1>(args, num_sms, stream);
     case ENGRAM_Q4_K:
-      return launch_class<Q4, Q4, 1, 1>(args, num_sms, stream);
+      return launch_class<Q4, Q4, Q4, 1, 1>(args, num_sms, stream);
     case ENGRAM_Q8_0:
-      return launch_class<Q8, Q8, 1, 1>(args, num_sms, stream);
+      return launch_class<Q8, Q8, Q8, 1, 1>(args, num_sms, stream);
     default:
-      return launch_class<FP8, FP8, 2>(args, num_sms, stream);
+      return launch_class<FP8Late, FP8, FP8, 2>(args, num_sms, stream);
   }
 }
 

@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncthreads();
   // The first weights are on their way while the rows are still being gathered.
-  TileRing<Stream::kStageBytes, Class::kSlots> weights;
+  TileRing<typename Stream::Decoder::Arranged, Class::kSlots> weights;
   Stream stream;
   if (has_work) {
     const int place = (is_left ? kTileWarps : warp) * Class::kSlots;

@@ -19,7 +19,7 @@ namespace engram {
 
 // The stages of a tile in a ring of kSlots of shared memory. One thread asks for them; whoever
 // waits for a stage and leaves it counts along.
-template <int kStageBytes, int kSlots>
+template <class Arranged, int kSlots>
 struct TileRing {
   const uint8_t* next;
   int64_t step;  // from a stage to the next
@@ -30,8 +30,9 @@ struct TileRing {
   __device__ __forceinline__ void start(const StoredArgs& args, int64_t tile, uint32_t the_ring,
                                         uint32_t the_full, bool asks) {
     const int64_t num_stages = args.in_features / kStageValues;
-    next = args.wkv + tile * num_stages * kStageBytes;
-    step = kStageBytes;
+    const int64_t num_tiles = args.out_features / kTileOutputs;
+    next = args.wkv + stage_at<Arranged>(tile, 0, num_tiles, num_stages);
+    step = stage_at<Arranged>(0, 1, num_tiles, num_stages);
     ring = the_ring;
     full = the_full;
     slot = 0;
@@ -58,6 +59,8 @@ struct TileRing {
   }
 
  private:
+  static constexpr int kStageBytes = Arranged::kStageBytes;
+
   __device__ __forceinline__ void ask(int to, bool asks) {
     copy_bulk_if(asks && left > 0, ring + to * kStageBytes, next, kStageBytes, full + to * 8);
     next += step;

@@ -46,6 +46,7 @@ struct SixBits {
 
 struct ArrangedQ80 {
   using Block = Q80;
+  static constexpr bool kTilesTogether = false;
   static constexpr int kUnitBytes = kTileOutputs * kUnitValues;
   static constexpr int kFactorsAt = kUnits * kUnitBytes;
   static constexpr int kStageBytes = kTileOutputs * kUnits * Q80::kBlockBytes;
@@ -83,6 +84,7 @@ struct ArrangedQ80 {
 
 struct ArrangedQ4K {
   using Block = Q4K;
+  static constexpr bool kTilesTogether = true;
   static constexpr int kScalesAt = 2048, kHalvesAt = 2176, kFactorsAt = 2240;
   static constexpr int kStageBytes = kTileOutputs * Q4K::kBlockBytes;
 
@@ -154,6 +156,7 @@ struct ArrangedQ4K {
 
 struct ArrangedQ3K {
   using Block = Q3K;
+  static constexpr bool kTilesTogether = false;
   static constexpr int kHighAt = 1024, kScalesAt = 1536, kHalvesAt = 1664, kFactorsAt = 1728;
   static constexpr int kStageBytes = kTileOutputs * Q3K::kBlockBytes;
 

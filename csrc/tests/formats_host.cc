@@ -131,8 +131,8 @@ int64_t host_arranged_bytes(int32_t format, int64_t outputs, int64_t inputs) {
 // codes [outputs, row_bytes] (scales [outputs / 32, inputs / 32]) -> the bytes arranged
 void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* codes,
                   const uint8_t* scales, uint8_t* to) {
-  const int64_t stages = inputs / kStageValues;
-  for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
+  const int64_t tiles = outputs / kTileOutputs, stages = inputs / kStageValues;
+  for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t stage = 0; stage < stages; ++stage)
       for (int lane = 0; lane < 32; ++lane) {
         const bool is_blocks = visit_arranged_blocks(format, [&](auto tag) {
@@ -140,16 +140,16 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
           constexpr int kStored = Arranged::kStageBytes / kTileOutputs;  // an output's, of a stage
           const int64_t stride = stages * kStored;
           Arranged::arrange(codes + tile * kTileOutputs * stride + stage * kStored, stride, lane,
-                            to + (tile * stages + stage) * Arranged::kStageBytes);
+                            to + stage_at<Arranged>(tile, stage, tiles, stages));
         });
         if (is_blocks) continue;
         for (int unit = 0; unit < kUnits; ++unit) {
           const uint8_t* rows =
               codes + tile * kTileOutputs * inputs + stage * kStageValues + unit * kUnitValues;
           const ArrangedE4M3::Unit made = ArrangedE4M3::arrange(rows, inputs, lane);
-          memcpy(
-              to + ((tile * stages + stage) * kUnits + unit) * ArrangedE4M3::kUnitBytes + lane * 16,
-              made.word, 16);
+          memcpy(to + stage_at<ArrangedE4M3>(tile, stage, tiles, stages) +
+                     unit * ArrangedE4M3::kUnitBytes + lane * 16,
+                 made.word, 16);
         }
       }
   if (format == ENGRAM_E4M3_E8M0_32) memcpy(to + outputs * inputs, scales, outputs * inputs / 1024);
@@ -158,16 +158,16 @@ void host_arrange(int32_t format, int64_t outputs, int64_t inputs, const uint8_t
 // arranged -> bf16 [outputs, inputs], each register's halves put where the tensor core takes them
 void host_decode_arranged(int32_t format, int64_t outputs, int64_t inputs, const uint8_t* arranged,
                           uint16_t* out) {
-  const int64_t stages = inputs / kStageValues;
+  const int64_t tiles = outputs / kTileOutputs, stages = inputs / kStageValues;
   visit_decoder(format, [&](auto decoder) {
-    constexpr int kBytes = decltype(decoder)::Arranged::kStageBytes;
-    for (int64_t tile = 0; tile < outputs / kTileOutputs; ++tile)
+    using Arranged = typename decltype(decoder)::Arranged;
+    for (int64_t tile = 0; tile < tiles; ++tile)
       for (int64_t stage = 0; stage < stages; ++stage) {
         Fragments a[kUnits];
         const uint8_t* scales = nullptr;
         if (format == ENGRAM_E4M3_E8M0_32)
           scales = arranged + outputs * inputs + (tile / 2 * stages + stage) * kUnits;
-        decode_stage(decoder, arranged + (tile * stages + stage) * kBytes, scales, a);
+        decode_stage(decoder, arranged + stage_at<Arranged>(tile, stage, tiles, stages), scales, a);
         for (int unit = 0; unit < kUnits; ++unit)
           for (int lane = 0; lane < 32; ++lane)
             for (int i = 0; i < 16; ++i) {  // PTX ISA, fragments of m16n8k16
