@@ -270,6 +270,50 @@ FAULTS = (
         "tests/unit/test_scheduler.py"
         "::test_jobs_cancelled_while_a_batch_is_taken_do_not_leave_others_waiting",
     ),
+    fault(
+        "small-reads-wait-for-a-prefill",
+        "engram_core/scheduler.py",
+        "        return beside if beside is not None and is_for_beside(job) else self._kv_lane\n",
+        "        return self._kv_lane\n",
+        "tests/unit/test_beside.py::test_small_reads_do_not_wait_for_a_prefill",
+    ),
+    fault(
+        "kv-lane-leaves-no-slots-to-the-one-beside-it",
+        "engram_core/scheduler.py",
+        "            num_slots -= BESIDE_TOKENS\n",
+        "            num_slots -= 0\n",
+        "tests/unit/test_beside.py::test_batches_of_both_lanes_fit_a_small_store",
+    ),
+    fault(
+        "lanes-share-a-workspace",
+        "engram_core/backends/projection.py",
+        "        return Projection(self.wkv, self.wkv.dtype, max_tokens)\n",
+        "        return self\n",
+        "tests/unit/test_reference_backend.py::test_a_projection_beside_another_has_its_own_memory",
+    ),
+    fault(
+        "loan-takes-what-the-lane-is-making",
+        KV_STORE,
+        "                if slot >= 0 and self._filled[slot]:\n",
+        "                if slot >= 0:\n",
+        "tests/unit/test_kv_store.py"
+        "::test_what_the_lane_is_about_to_fill_is_computed_once_more_in_a_slot_of_its_own",
+    ),
+    fault(
+        "adopted-over-another-entry",
+        KV_STORE,
+        "                if key in self._slot_of:\n                    loan.lent.append(slot)\n",
+        "                if slot < 0:\n                    loan.lent.append(slot)\n",
+        "tests/unit/test_kv_store.py::test_what_two_loans_compute_is_kept_once",
+    ),
+    fault(
+        "adopted-and-made-again-by-the-batch-being-acquired",
+        KV_STORE,
+        "                loan.pinned.append(slot)\n            self._num_others += 1\n",
+        "                loan.pinned.append(slot)\n",
+        "tests/unit/test_kv_store.py"
+        "::test_what_is_adopted_while_a_large_batch_is_acquired_is_found_there",
+    ),
     # ------------------------------------------------------------------ bodies
     fault(
         "body-after-its-refusal-is-read",

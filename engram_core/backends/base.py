@@ -4,7 +4,8 @@ A kv slot holds the `hc_mult` keys and the value of one (layer, window) as bfloa
 [(hc_mult + 1) * dim]. The backend owns the memory of the slots; which slot holds what is
 `kv_store.py`'s business. Calls come from one thread a lane (see `scheduler.py`): `rows` may run
 beside the other methods, which never run beside each other; only where `near_tokens` of the
-engine's limits allows it, `gate` and `read_kv` run beside a `project` into other slots.
+engine's limits allows it, `gate` and `read_kv` run beside a `project` into other slots, as does
+`project_beside` where there is one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,24 @@ class Unobserved:
 
     def late(self, stage: str, seconds: float) -> None:
         """Nothing."""
+
+
+Run = tuple[int, int, int, bool]
+"""Positions whose residuals lie one behind the other: the first, how many, the address of bfloat16
+or float32 [count, hc_mult, dim], whether it is float32."""
+
+
+class Project(Protocol):
+    """See `Backend.project`."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        *,
+        windows: NDArray[np.int32] | None = None,
+        hash_ids: NDArray[np.int64] | None = None,
+    ) -> None: ...
 
 
 class NearRead(Protocol):
@@ -215,6 +234,11 @@ class Backend(Protocol):
 
         residual, out: bfloat16 or float32 [T, hc_mult, dim]; out may be residual
         """
+
+    @property
+    def project_beside(self) -> Project | None:
+        """As `project`, up to BESIDE_TOKENS, by one other thread at the same time, which then calls
+        `gate` and `read_kv` as well; None: one thread at a time."""
 
     def self_check(self) -> None:
         """Compare what runs with what is promised. Raises SelfCheckFailed."""

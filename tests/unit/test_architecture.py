@@ -56,7 +56,7 @@ LEVELS = {
         "jobs",
         "queues reads stages",
         "batches",
-        "requests lanes near",
+        "requests lanes near beside",
         "scheduler",
         "dispatch direct",
         "waiting",
