@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from engram_core.beside import READ_TOKENS
 from engram_core.checkpoint import open_checkpoint
 from engram_core.engine import Engine
 from engram_core.engine_types import (
@@ -35,14 +37,16 @@ KV_LANE, BESIDE = "engram-kv", "engram-beside"
 
 
 @contextmanager
-def beside_a_prefill(num_slots: int = 1024) -> Iterator[tuple[Scheduler, RecordingBackend, Job]]:
+def beside_a_prefill(
+    num_slots: int = 1024, limits: EngineLimits = LIMITS
+) -> Iterator[tuple[Scheduler, RecordingBackend, Job]]:
     """A scheduler whose kv lane is busy with a prefill until `resume`."""
     backend = RecordingBackend(num_slots)
     backend.project_beside = backend.project
-    made = Scheduler(backend, LIMITS)
+    made = Scheduler(backend, limits)
     try:
         backend.hold(KV_LANE)
-        prefill = job(256, client="prefill", start=500)
+        prefill = job(512, client="prefill", start=500)
         made.submit(prefill)
         backend.wait_begun()
         yield made, backend, prefill
@@ -59,7 +63,7 @@ def projected_by(backend: RecordingBackend, thread: str) -> list[tuple[int, int]
 def test_small_reads_do_not_wait_for_a_prefill() -> None:
     with beside_a_prefill() as (made, backend, prefill):
         small = job(1, output=Output.RESIDUAL, layers=(0, 1))
-        largest = job(BESIDE_TOKENS, client="b", start=100)
+        largest = job(READ_TOKENS, client="b", start=100)
         for each in (small, largest):
             made.submit(each)
         wait(small, largest)
@@ -70,12 +74,12 @@ def test_small_reads_do_not_wait_for_a_prefill() -> None:
         assert all(map(is_right, (largest, prefill)))
         assert {n for _, n in projected_by(backend, KV_LANE)} == {128}
         counters = made.counters
-        assert (counters["kv_batch_tokens"], counters["beside_batch_tokens"]) == (256, 66)
+        assert (counters["kv_batch_tokens"], counters["beside_batch_tokens"]) == (512, 66)
 
 
 def test_what_is_large_or_of_given_hash_ids_is_for_the_kv_lane() -> None:
     with beside_a_prefill() as (made, backend, _):
-        large, given = job(BESIDE_TOKENS + 1, client="a"), job(2, client="b")
+        large, given = job(READ_TOKENS + 1, client="a"), job(2, client="b")
         given.read = Read(given.read.dead, hash_ids=np.zeros((2, 1, 6), dtype=np.int64))
         for each in (large, given):
             made.submit(each)
@@ -100,13 +104,13 @@ def test_a_decodes_work_ahead_is_beside_and_a_prefills_is_not() -> None:
 
 
 def test_work_ahead_of_both_lanes_counts_as_waiting() -> None:
-    with beside_a_prefill(num_slots=200) as (made, backend, _):
+    with beside_a_prefill(num_slots=640) as (made, backend, _):
         backend.hold()
         made.submit(job(1, start=400))
         backend.wait_begun()
-        for i in range(5):
-            made.work_ahead(job(50, output=Output.NONE, start=60 * i), is_decode=True)
-        assert (made.counters["ahead_tokens"], made.counters["ahead_dropped"]) == (200, 50)
+        for i in range(11):
+            made.work_ahead(job(60, output=Output.NONE, start=60 * i), is_decode=True)
+        assert (made.counters["ahead_tokens"], made.counters["ahead_dropped"]) == (600, 60)
 
 
 def test_windows_that_the_prefill_computes_are_computed_beside_it_too() -> None:
@@ -118,22 +122,24 @@ def test_windows_that_the_prefill_computes_are_computed_beside_it_too() -> None:
         backend.resume()
         wait(prefill)
         assert is_right(prefill)
-        assert len(made.store) == 256
+        assert len(made.store) == 512
 
 
 def test_batches_of_both_lanes_fit_a_small_store() -> None:
     # At the same time, and beside what near reads may pin.
-    with beside_a_prefill(num_slots=3 * 64) as (made, backend, prefill):
+    num_slots = MAX_PINNED + 2 * BESIDE_TOKENS
+    limits = replace(LIMITS, chunk_tokens=num_slots)
+    with beside_a_prefill(num_slots, limits) as (made, backend, prefill):
         made.store.lend(MAX_PINNED)
-        smalls = [job(60, client=f"c{i}", start=1000 + 100 * i) for i in range(4)]
+        smalls = [job(60, client=f"c{i}", start=1000 + 100 * i) for i in range(6)]
         for each in smalls:
             made.submit(each)
         wait(*smalls)
         backend.resume()
         wait(prefill)
         assert all(map(is_right, (*smalls, prefill)))
-        assert max(n for _, n in projected_by(backend, KV_LANE)) <= 64
-        assert max(n for _, n in projected_by(backend, BESIDE)) <= 64
+        for lane in (KV_LANE, BESIDE):
+            assert max(n for _, n in projected_by(backend, lane)) <= BESIDE_TOKENS
 
 
 def test_a_failure_beside_fails_everything() -> None:
@@ -176,7 +182,9 @@ def test_drain_and_close_wait_for_it() -> None:
     assert not any(lane._thread.is_alive() for lane in made.lanes)
 
 
-@pytest.mark.parametrize(("num_slots", "projects"), [(512, False), (3 * 64 - 1, True)])
+@pytest.mark.parametrize(
+    ("num_slots", "projects"), [(1024, False), (MAX_PINNED + 2 * BESIDE_TOKENS - 1, True)]
+)
 def test_a_backend_of_one_thread_or_of_few_slots_has_no_such_lane(
     num_slots: int, projects: bool
 ) -> None:
@@ -195,7 +203,7 @@ def test_a_backend_of_one_thread_or_of_few_slots_has_no_such_lane(
 
 def test_bits_do_not_depend_on_the_lane(official_dir: Path) -> None:
     """Prefills and small reads of the same and of other windows, at the same time."""
-    backend = load(open_checkpoint(official_dir), num_slots=512)
+    backend = load(open_checkpoint(official_dir), num_slots=1024)
     sizes, rng = backend.geometry, np.random.default_rng(0)
     ids = rng.integers(0, 9, 700)
 

@@ -565,4 +565,4 @@ def test_the_ledger_counts_wkv_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(projection, "has_bf16_products", lambda it=has_bf16: it)
         wkv, workspaces = projection_bytes(SIZES)
         assert wkv == 2 * 192 * 1536 * itemsize
-        assert workspaces == 2 * (512 + 64) * (192 + 1536) * itemsize
+        assert workspaces == 2 * (512 + 256) * (192 + 1536) * itemsize
