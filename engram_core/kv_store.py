@@ -164,14 +164,18 @@ class KvStore:
             self.counters.duplicates += num_missing - len(compute)
         return Lease(slots, compute)
 
-    @contextmanager
-    def urgently(self) -> Iterator[None]:
-        """Hold `lock` before a thread that is acquiring many entries goes on."""
+    def lock_urgently(self) -> None:
+        """Take `lock` as `urgently` does; whoever does releases it."""
         self._num_urgent += 1
         try:
             self.lock.acquire()
         finally:
             self._num_urgent -= 1
+
+    @contextmanager
+    def urgently(self) -> Iterator[None]:
+        """Hold `lock` before a thread that is acquiring many entries goes on."""
+        self.lock_urgently()
         try:
             yield
         finally:
@@ -339,10 +343,6 @@ class KvStore:
         with self.lock:
             self._free_again(slots.tolist())
 
-    def _pin(self, slots: Ints) -> None:
-        self._pins[slots] += 1
-        self._stamps[slots] = self._now
-
     def borrow(self, layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> Loan:
         """Pin the entries that are there and filled; lend slots for the others.
 
@@ -402,6 +402,10 @@ class KvStore:
         with self.lock:
             self._pins[loan.pinned] -= 1
             self._free_again(loan.lent)
+
+    def _pin(self, slots: Ints) -> None:
+        self._pins[slots] += 1
+        self._stamps[slots] = self._now
 
     def _take(self, count: int) -> list[int]:
         """Take free slots, evicting what was not used for longest.

@@ -25,9 +25,10 @@ from service.bodies import Buffer, Headers
 from service.calls import Call, find_shared
 from service.desk import GONE, Desk, answer_headers
 from service.problems import RequestTimeout
-from service.reads import TensorRead
+from service.reads import TensorRead, note
 from service.shm import Connection
 from service.state import ServiceState
+from service.turn import Told, Turn
 
 JOIN_BYTES = 64 << 10
 """What of an answer is copied behind its head, up to this size: cheaper than a second buffer."""
@@ -42,7 +43,9 @@ _SCRATCH_BYTES = 64 << 10
 class Line(Connection, Protocol):
     """A connection, for an exchange.
 
+    is_waiting: whether something is asked on it that is answered in this turn
     begin: receive an exchange's body, of which this much came with its head
+    parse: take what came as llhttp reads it
     answered: a request of one read was answered at once, without an exchange
     finished: an answer is written; pass on what comes next
     """
@@ -51,11 +54,14 @@ class Line(Connection, Protocol):
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
     is_unix: bool
+    is_waiting: bool
 
     @property
     def default_headers(self) -> Headers: ...
 
     def begin(self, exchange: Exchange, body: bytes) -> None: ...
+
+    def parse(self, data: bytes) -> None: ...
 
     def answered(self, tenant: str) -> None: ...
 
@@ -92,7 +98,8 @@ class Refusal:
 class Exchanges:
     """What the exchanges of an app share. scratch: for bodies that nobody reads"""
 
-    def __init__(self, state: ServiceState, desk: Desk) -> None:
+    def __init__(self, state: ServiceState, desk: Desk, turn: Turn) -> None:
+        self.turn = turn
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._state = state
         self._desk = desk
@@ -115,13 +122,13 @@ class Exchanges:
         return Exchange(self, line, call, read, buffer, headers, keep_alive=keep_alive)
 
     def admit(
-        self, line: Line, call: Call, read: TensorRead, num_bytes: int, headers: Headers
+        self, line: Line, call: Call, read: TensorRead | Refusal, num_bytes: int, headers: Headers
     ) -> Exchange | None:
         """Admit the body of a request whose head is known, and begin it: maybe with a refusal.
 
         None: it is to be refused behind its body, the ordinary way.
         """
-        found: TensorRead | Refusal = read
+        found = read
         try:
             find_shared(call)
             buffer = call.shared_body()
@@ -270,10 +277,40 @@ class Exchange:
         call.inbox.num_bytes = self._end
         if self._end:
             call.stages["receive"] = time.perf_counter() - self._begun
+        self._begun = time.perf_counter()
         try:
-            if (told := self._read.at_once(self._buffer)) is not None:
-                self._give(*told)
-                return
+            ask = self._read.ask(self._buffer)
+        except Exception as error:
+            self._refuse(error)
+            return
+        if ask is None:
+            self._submit()
+        else:
+            self._shared.turn.take(self._line, self._read.engine, ask, self._answered)
+
+    def _answered(self, answer: Told) -> None:
+        """Tell what the engine answered in this turn; None: it takes the general way."""
+        if self.response_complete or self._line.is_gone:
+            return
+        assert not isinstance(self._read, Refusal)
+        if answer is None:
+            self._submit()
+            return
+        if isinstance(answer, Exception):  # not asked again: the residual may be updated
+            self._refuse(answer)
+            return
+        try:
+            note(self._call, answer, self._begun)
+            told = self._read.given(answer)
+        except Exception as fault:
+            self._refuse(fault)
+            return
+        self._give(*told)
+
+    def _submit(self) -> None:
+        """Have the general way answer."""
+        assert not isinstance(self._read, Refusal)
+        try:
             self._future = future = self._read.submit(self._buffer)
         except Exception as error:
             self._refuse(error)

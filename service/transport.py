@@ -102,13 +102,15 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
 class Connection(HttpToolsProtocol):
     """One connection. tenant: the name of the key that asked last; fast_path: None without one;
-    region: its shared memory; is_unix: it came by the Unix socket."""
+    region: its shared memory; is_unix: it came by the Unix socket; is_waiting: it has asked
+    something that is answered at the end of this turn of the loop."""
 
     cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
     fast_path: FastPath | None = None
     region: Region | None = None
     is_unix = False
+    is_waiting = False
     _answered_s = float("-inf")  # when a request was answered that no exchange was made of
     _exchange: Exchange | None = None
     _running: Any = None  # uvicorn's cycle of the request that is answered now
@@ -199,6 +201,7 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
+        self._end_turn()
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -206,9 +209,14 @@ class Connection(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        self._end_turn()
+        is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
+        if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
+            self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Take what came as llhttp reads it."""
         if self._is_between and (self.cycle is None or self.cycle.response_complete):
-            if self.fast_path is not None and self.fast_path.recall(data, self):
-                return
             self._first = data
         self._packet = data
         super().data_received(data)
@@ -226,6 +234,16 @@ class Connection(HttpToolsProtocol):
             self.cycle is None or self.cycle.response_complete
         ):
             self._watch_idle()
+
+    def shutdown(self) -> None:
+        """Close it once what is asked is answered."""
+        self._end_turn()
+        super().shutdown()
+
+    def _end_turn(self) -> None:
+        """Have what is asked answered, if that waits for the end of this turn."""
+        if self.is_waiting and self.fast_path is not None:
+            self.fast_path.end_turn()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Stay with HTTP/1.1: what the packet holds behind the wish is the next request."""
@@ -364,6 +382,7 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""
+        self._end_turn()
         left_s = self._answered_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

@@ -86,11 +86,11 @@ class NearRead(Protocol):
         """Return the kv store's keys of positions of one session (see `kv_store.keys_of`).
 
         ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
-        first: how many positions, of calls before, these come behind: they are one read
+        first: how many positions, of calls before, these come behind: they are one batch
         """
 
     def dead(self, count: int) -> bytes:
-        """Return the dead flags of the positions that `keys` was called for last."""
+        """Return the dead flags of the positions that `keys` was called for, from the first on."""
 
     def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
         """Whether `gate` takes a residual that lies there."""
@@ -105,11 +105,11 @@ class NearRead(Protocol):
     def wait(self) -> None:
         """Wait for what `project` began. Raises Internal."""
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
-        """Gate the positions that `keys` was called for last, in place. False: nothing was done, as
-        it would have to wait.
+    def gate(self, slots: list[int], runs: list[Run]) -> bool:
+        """Gate the positions that `keys` was called for, in place, and wait for the end. False:
+        nothing was done, as that would take long.
 
-        slots: of each position; residual: address of bfloat16 or float32 [count, hc_mult, dim]
+        slots: of each position; runs: what they are, all of them
         """
 
 

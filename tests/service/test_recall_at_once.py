@@ -411,7 +411,7 @@ def test_a_fault_is_told(
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(request)
         await read_answer(reader)
-        monkeypatch.setattr(type(attached.state.model.engine), "read_residual", fail)
+        monkeypatch.setattr(type(attached.state.model.engine), "answer", fail)
         writer.write(request)
         return await read_answer(reader)
 

@@ -98,7 +98,7 @@ LEVELS = {
         "operations access flags listeners bodies",
         "shm",
         "state",
-        "calls steps info loading verbs",
+        "calls steps info loading verbs turn",
         "weights status_page desk reads",
         "exchange",
         "recall",
