@@ -222,13 +222,16 @@ class KvStore:
             slots = [slot_of[key] for key in keys]
         except KeyError:
             return None
-        for slot in slots:
-            if not filled[slot]:
-                return None
         self._now += 1
         if len(slots) > _FEW:
-            self._stamps[slots] = self._now
+            places = np.array(slots, dtype=np.int64)
+            if not filled[places].all():
+                return None
+            self._stamps[places] = self._now
         else:
+            for slot in slots:
+                if not filled[slot]:
+                    return None
             for slot in slots:
                 self._stamps[slot] = self._now
         self.counters.hits += len(slots)
