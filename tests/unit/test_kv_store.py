@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from engram_core import kv_store
 from engram_core.kv_store import KvStore, Lease, Loan
+from engram_core.pages import Ints
 
 
 def windows(*firsts: int) -> NDArray[np.int32]:
@@ -372,6 +378,73 @@ def test_what_is_adopted_while_a_large_batch_is_acquired_is_found_there(
     store.end_loan(loans[0])
     store.release(lease)
     assert not store._pins.any()
+
+
+def test_three_threads_read_only_what_is_filled_and_lose_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane, one beside it and the asking one, twice as many windows as slots, some failures."""
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 16)
+    store, memory = KvStore(150), np.zeros(150, dtype=np.int64)
+    wrong: list[str] = []
+
+    def check(name: str, slots: Ints, firsts: Ints) -> None:
+        if not (memory[slots] == firsts + 1).all():
+            wrong.append(name)
+
+    def compute(slots: Ints, firsts: Ints) -> None:
+        memory[slots] = -1
+        time.sleep(0)
+        memory[slots] = firsts + 1
+
+    def lane(firsts: Ints, fails: bool) -> None:
+        lease = acquire(store, *firsts)
+        compute(lease.slots[lease.compute], firsts[lease.compute])
+        if fails:
+            store.abandon(lease)
+            return
+        store.fill(lease)
+        check("lane", lease.slots, firsts)
+        store.release(lease)
+
+    def beside(firsts: Ints, fails: bool) -> None:
+        loan = borrow(store, *firsts[:40])
+        compute(loan.slots[loan.compute], firsts[loan.compute])
+        if not fails:
+            store.adopt(loan)
+            check("beside", loan.slots, firsts[:40])
+        store.end_loan(loan)
+
+    def asking(firsts: Ints, fails: bool) -> None:
+        lease = store.find(0, np.zeros(4, dtype=np.int64), windows(*firsts[:4]))
+        if lease is not None:
+            check("asking", lease.slots, firsts[:4])
+            store.release(lease)
+
+    def run(call: Callable[[Ints, bool], None], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(150):
+                call(rng.integers(0, 300, 4 + rng.integers(60)), rng.random() < 0.05)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    threads = [
+        threading.Thread(target=run, args=(call, seed))
+        for seed, call in enumerate((lane, beside, asking))
+    ]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert not store._pins.any()
+    assert sorted([*store._free, *store._slot_of.values()]) == list(range(150))
 
 
 def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
