@@ -17,6 +17,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from engram_client import wire
 from engram_core.errors import BadRequest
 from service import problems
 from service.bodies import CONNECTION, ClientGoneError, Headers
@@ -183,6 +184,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.is_unix = self.server is not None and self.server[1] is None
+        if self.is_unix:
+            line = transport.get_extra_info("socket")
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.UNIX_SEND_BYTES)
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
