@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,9 +275,15 @@ def test_little_is_begun_beside_the_chunks_of_a_prefill(
 
 def test_a_projection_that_has_ended_is_not_asked_for_again() -> None:
     class Ending(Library):
+        """Asked with the interpreter's lock only: another thread may compute for long."""
+
         ended = 0
 
-        def event_is_done(self, _: int, answer: Any) -> None:
+        @property
+        def held(self) -> Any:
+            return SimpleNamespace(event_is_done=self.ask)
+
+        def ask(self, _: int, answer: Any) -> None:
             self.calls.append("event_is_done")
             answer._obj.value = self.ended
 
