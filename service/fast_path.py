@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 
 from service import bodies, operations
-from service.bodies import CONNECTION, Inbox
+from service.bodies import CONNECTION, Buffer, Inbox
 from service.calls import Call, check
 from service.desk import Desk, request_id
 from service.exchange import Exchange, Exchanges, Head, Line, Refusal
+from service.landing import Landing
 from service.operations import Operation
 from service.reads import READS, TensorRead
 from service.recall import Recall
@@ -29,19 +30,20 @@ _BY_OUTPUT = {
 
 
 class FastPath:
-    """Decides which requests go this way; one for an app."""
+    """Decides which requests go this way; one for an app. landing: where what comes is received"""
 
     def __init__(self, state: ServiceState, desk: Desk) -> None:
         self._state = state
         self._desk = desk
         self._turn = Turn(state)
-        self._exchanges = Exchanges(state, desk, self._turn)
+        self.landing = Landing(state)
+        self._exchanges = Exchanges(state, desk, self._turn, self.landing)
         shared = state, desk, self._exchanges
         self._recall, self._step_recall = Recall(*shared), StepRecall(*shared)
 
-    def recall(self, data: bytes, line: Line) -> bool:
+    def recall(self, data: Buffer, line: Line) -> bool:
         """Answer or begin a request whose headers are remembered (see `Recall.answer`)."""
-        if data.startswith(b"POST /v1/step"):
+        if data[:13] == b"POST /v1/step":
             return self._step_recall.answer(data, line)
         return self._recall.answer(data, line)
 

@@ -25,15 +25,18 @@ from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
 from service.admission import InFlightPool
-from service.bodies import Headers, Inbox
+from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call
 from service.desk import ANSWER_HEADERS, GONE, SHARED_ANSWER_HEADERS, AtOnce, Desk
-from service.exchange import Exchanges, Head, Line, Refusal, answer_block
+from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
 from service.reads import ReadForm, SingleRead, TensorRead, described
 from service.shm import shared_of
 from service.state import ServiceState
 from service.strict import INT64_MAX
 from service.turn import AT_ONCE_BYTES, Told
+
+HEAD_BYTES = 5 << 10
+"""Of the longest head that is remembered (`transport.MAX_KNOWN_BYTES`), with its request line."""
 
 MAX_KNOWN = 256
 """Heads remembered; then all are forgotten."""
@@ -91,19 +94,20 @@ class Recall:
         self._state, self._desk, self._exchanges = state, desk, exchanges
         self._known: dict[tuple[bool, bytes], _Known] = {}
 
-    def answer(self, data: bytes, line: Line) -> bool:
+    def answer(self, data: Buffer, line: Line) -> bool:
         """Have a request that came whole answered, or begin it; False: nothing was done, parse it.
 
-        data: what came on a connection with nothing before it
+        data: what came on a connection with nothing before it; what is looked at later is copied
         """
         begun_s = perf_counter()
-        asked = self._find(data, line)
+        head = bytes(data[:HEAD_BYTES])
+        asked = self._find(head, line)
         if asked is None:
             return False
         num_bytes = len(data) - asked.begin
         if num_bytes == asked.known.num_bytes and self._take(asked, data, line, begun_s):
             return True
-        return num_bytes <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
+        return num_bytes <= asked.known.num_bytes and self._begin(asked, data, line)
 
     def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
         """Remember a head that was checked in full."""
@@ -139,13 +143,13 @@ class Recall:
             shared=shared,
         )
 
-    def _find(self, data: bytes, line: Line) -> _Asked | None:
+    def _find(self, head: bytes, line: Line) -> _Asked | None:
         """Return what is asked, if its head is known and would be decided alike now."""
-        found = _LINE.match(data)
+        found = _LINE.match(head)
         if found is None:
             return None
-        begin = data.find(END, found.end()) + len(END)
-        known = self._known.get((line.is_unix, data[found.end() : begin]))
+        begin = head.find(END, found.end()) + len(END)
+        known = self._known.get((line.is_unix, head[found.end() : begin]))
         if known is None or not self._state.serves(known.form.model):
             return None
         try:
@@ -164,7 +168,7 @@ class Recall:
             begin,
         )
 
-    def _take(self, asked: _Asked, data: bytes, line: Line, begun_s: float) -> bool:
+    def _take(self, asked: _Asked, data: Buffer, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
         known, turn = asked.known, self._exchanges.turn
         if line.transport.get_write_buffer_size():
@@ -177,7 +181,7 @@ class Recall:
             return False
         if placed is None:
             return False
-        body, address = placed
+        (body, address), head = placed, bytes(data[: asked.begin])
         received_s = perf_counter()
         num_tokens = known.form.shape[0]
         ask = Ask(
@@ -192,8 +196,10 @@ class Recall:
         def tell(answer: Told) -> None:
             if isinstance(answer, Answer):
                 self._tell(asked, body, line, answer, (begun_s, received_s))
-            elif not self._begin(asked, data[asked.begin :], line, answer):
-                line.parse(data)
+                return
+            again = head if known.shared is not None else head + body
+            if not self._begin(asked, again, line, answer):
+                line.parse(again)
 
         turn.take(line, known.form.model.engine, ask, tell)
         return True
@@ -220,7 +226,7 @@ class Recall:
         self._desk.tally(AtOnce(*seconds, known.num_bytes), line.loop)
 
     def _begin(
-        self, asked: _Asked, body: bytes, line: Line, fault: Exception | None = None
+        self, asked: _Asked, data: Buffer, line: Line, fault: Exception | None = None
     ) -> bool:
         """Begin an exchange; False: it is refused, the ordinary way says how.
 
@@ -244,10 +250,8 @@ class Recall:
         )
         if fault is not None:  # not asked again: in shared memory it may be updated
             read = self._exchanges.refusal(call, fault)
-        exchange = self._exchanges.admit(line, call, read, known.num_bytes, known.told)
-        if exchange is not None:
-            line.begin(exchange, body)
-        return exchange is not None
+        came = Came(data, asked.begin, known.num_bytes)
+        return self._exchanges.admit(line, call, read, came, known.told)
 
 
 def _shared_body(

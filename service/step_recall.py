@@ -22,9 +22,9 @@ from service.access import Key
 from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call
 from service.desk import ANSWER_HEADERS, GONE, AtOnce, Desk
-from service.exchange import Exchanges, Head, Line, Refusal, answer_block
+from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
 from service.reads import StepRead, TensorRead
-from service.recall import END, MAX_KNOWN, PLAIN, headers_of
+from service.recall import END, HEAD_BYTES, MAX_KNOWN, PLAIN, headers_of
 from service.state import Model, ServiceState
 from service.turn import AT_ONCE_BYTES, Told
 
@@ -56,17 +56,18 @@ class StepRecall:
         self._state, self._desk, self._exchanges = state, desk, exchanges
         self._known: dict[tuple[bool, bytes], _Known] = {}
 
-    def answer(self, data: bytes, line: Line) -> bool:
+    def answer(self, data: Buffer, line: Line) -> bool:
         """Have a request that came whole answered, or begin it; False: nothing was done, parse it.
 
-        data: what came on a connection with nothing before it
+        data: what came on a connection with nothing before it; what is looked at later is copied
         """
         begun_s = perf_counter()
-        found = _LINE.match(data)
+        head = bytes(data[:HEAD_BYTES])
+        found = _LINE.match(head)
         if found is None:
             return False
-        begin = data.find(END, found.end()) + len(END)
-        known = self._known.get((line.is_unix, data[:begin]))
+        begin = head.find(END, found.end()) + len(END)
+        known = self._known.get((line.is_unix, head[:begin]))
         if known is None or not self._state.serves(known.model):
             return False
         try:
@@ -76,7 +77,7 @@ class StepRecall:
         num_bytes = len(data) - begin
         if num_bytes == known.num_bytes and self._take(known, data, begin, line, begun_s):
             return True
-        return num_bytes <= known.num_bytes and self._begin(known, data[begin:], line)
+        return num_bytes <= known.num_bytes and self._begin(known, data, begin, line)
 
     def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
         """Remember a head that was checked in full."""
@@ -103,7 +104,7 @@ class StepRecall:
             is_placed=is_placed,
         )
 
-    def _take(self, known: _Known, data: bytes, begin: int, line: Line, begun_s: float) -> bool:
+    def _take(self, known: _Known, data: Buffer, begin: int, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
         model, options = known.model, known.options
         geometry, turn = model.checkpoint.geometry, self._exchanges.turn
@@ -117,6 +118,8 @@ class StepRecall:
         if placed is None:
             return False
         residual, address = placed
+        at = begin + step.begin
+        before, after = bytes(data[:at]), bytes(data[at + len(residual) :])
         received_s = perf_counter()
         ask = Ask(
             known.key.name,
@@ -131,8 +134,10 @@ class StepRecall:
             if isinstance(answer, Answer):
                 told = steps.encode_plain(step, residual, options, answer)
                 self._tell(known, told, line, answer.gate_s, (begun_s, received_s))
-            elif not self._begin(known, data[begin:], line, answer):
-                line.parse(data)
+                return
+            again = b"".join((before, residual, after))
+            if not self._begin(known, again, begin, line, answer):
+                line.parse(again)
 
         turn.take(line, model.engine, ask, tell)
         return True
@@ -163,7 +168,7 @@ class StepRecall:
         self._desk.tally(done, line.loop)
 
     def _begin(
-        self, known: _Known, body: bytes, line: Line, fault: Exception | None = None
+        self, known: _Known, data: Buffer, begin: int, line: Line, fault: Exception | None = None
     ) -> bool:
         """Begin an exchange; False: it is refused, the ordinary way says how.
 
@@ -182,10 +187,8 @@ class StepRecall:
             return False
         if fault is not None:  # not asked again
             read = self._exchanges.refusal(call, fault)
-        exchange = self._exchanges.admit(line, call, read, known.num_bytes, known.told)
-        if exchange is not None:
-            line.begin(exchange, body)
-        return exchange is not None
+        came = Came(data, begin, known.num_bytes)
+        return self._exchanges.admit(line, call, read, came, known.told)
 
 
 @lru_cache(256)

@@ -87,12 +87,14 @@ class PlainStep(NamedTuple):
     segments: session id, position, number of tokens, epoch of each
     token_ids: to be pushed first; None: none are
     spec, residual: BF16 or F32 [T, hc_mult, dim]; "" and () and nothing of a step that only pushes
+    begin: of the residual in the body
     """
 
     segments: list[tuple[int, int, int, int]]
     token_ids: list[int] | None
     spec: TensorSpec
     residual: memoryview
+    begin: int
 
     @property
     def num_tokens(self) -> int:
@@ -199,7 +201,7 @@ def plain_step_of(
         return None
     ids = None if form.ids is None else list(form.ids[0].unpack_from(body, form.ids[1]))
     begin, end = form.residual
-    return PlainStep(list(zip(*columns, strict=True)), ids, form.spec, body[begin:end])
+    return PlainStep(list(zip(*columns, strict=True)), ids, form.spec, body[begin:end], begin)
 
 
 def ask_of(step: PlainStep, options: StepOptions, geometry: Geometry, tenant: str) -> Ask | None:

@@ -23,6 +23,7 @@ from service import problems
 from service.bodies import CONNECTION, ClientGoneError, Headers
 from service.exchange import JOIN_BYTES, Exchange, Head
 from service.fast_path import FastPath
+from service.landing import Landing
 from service.problems import NotFound
 from service.shm import Region
 
@@ -72,6 +73,34 @@ class _HeadHolder:
         return self._transport.is_closing()
 
 
+class Receiver(asyncio.BufferedProtocol):
+    """Has a connection's transport between bodies: what comes lands in memory of the app's."""
+
+    def __init__(self, connection: Connection, landing: Landing) -> None:
+        self._connection, self._landing = connection, landing
+        self._space = memoryview(b"")
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._space = space = self._landing.space(self._connection.pad)
+        return space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._space = self._space[:nbytes], memoryview(b"")
+        self._connection.came(data)
+
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
 class BodyReceiver(asyncio.BufferedProtocol):
     """Has a connection's transport while the rest of one body is received into its buffer."""
 
@@ -104,7 +133,8 @@ class BodyReceiver(asyncio.BufferedProtocol):
 class Connection(HttpToolsProtocol):
     """One connection. tenant: the name of the key that asked last; fast_path: None without one;
     region: its shared memory; is_unix: it came by the Unix socket; is_waiting: it has asked
-    something that is answered at the end of this turn of the loop."""
+    something that is answered at the end of this turn of the loop; pad: bytes left out before what
+    comes, so that the body of a large request like the last one is aligned."""
 
     cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
@@ -112,6 +142,8 @@ class Connection(HttpToolsProtocol):
     region: Region | None = None
     is_unix = False
     is_waiting = False
+    pad = 0
+    _receiver: Receiver | None = None
     _answered_s = float("-inf")  # when a request was answered that no exchange was made of
     _exchange: Exchange | None = None
     _running: Any = None  # uvicorn's cycle of the request that is answered now
@@ -187,6 +219,9 @@ class Connection(HttpToolsProtocol):
         if self.is_unix:
             line = transport.get_extra_info("socket")
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.UNIX_SEND_BYTES)
+        if self.fast_path is not None:
+            self._receiver = Receiver(self, self.fast_path.landing)
+            transport.set_protocol(self._receiver)
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -212,11 +247,16 @@ class Connection(HttpToolsProtocol):
         cycle.keep_alive = False
         return True
 
-    def data_received(self, data: bytes) -> None:
+    def came(self, data: memoryview) -> None:
+        """Take what landed: nothing of it may be looked at later, but what is kept."""
         self._end_turn()
         is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
         if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
-            self.parse(data)
+            self.parse(bytes(data))
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, where there is no fast path."""
+        self.parse(data)
 
     def parse(self, data: bytes) -> None:
         """Take what came as llhttp reads it."""
@@ -294,11 +334,17 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not self._exchange:
             super().on_message_complete()
 
-    def begin(self, exchange: Exchange, body: bytes) -> None:
-        """Begin an exchange whose head nobody parsed; some of its body came with it."""
+    def begin(self, exchange: Exchange, body: memoryview, *, is_there: bool = False) -> None:
+        """Begin an exchange whose head nobody parsed; some of its body came with it.
+
+        is_there: it landed where it belongs
+        """
         self._unset_keepalive_if_required()
         self.cycle = self._exchange = exchange
-        exchange.feed(body)
+        if is_there:
+            exchange.received(len(body))
+        else:
+            exchange.feed(body)
         self._ask(exchange)
 
     def answered(self, tenant: str) -> None:
@@ -320,7 +366,7 @@ class Connection(HttpToolsProtocol):
 
     def take_back(self) -> None:
         """Have the transport again: a body is complete."""
-        self.transport.set_protocol(self)
+        self.transport.set_protocol(self._receiver or self)
         if not self._is_between:
             # The old one still waits for the body. Nothing behind it was read.
             self.parser = httptools.HttpRequestParser(self)

@@ -1323,6 +1323,20 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_what_is_appended_directly_is_worked_ahead",
     ),
     fault(
+        "landed-body-s-memory-given-to-the-next",
+        "service/landing.py",
+        "        self._piece = None\n        return piece",
+        "        return piece",
+        f"{AT_ONCE}::test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs",
+    ),
+    fault(
+        "large-bodies-land-askew",
+        "service/exchange.py",
+        "                line.pad = -came.begin % ALIGNMENT\n",
+        "                line.pad = 0\n",
+        f"{AT_ONCE}::test_a_large_body_like_the_last_one_is_received_where_it_landed",
+    ),
+    fault(
         "turn-takes-more-ids-than-there-is-room-for",
         "engram_core/direct.py",
         "pool.has_room(batch.num_appended + num_tokens)",

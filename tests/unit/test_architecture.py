@@ -98,7 +98,7 @@ LEVELS = {
         "operations access flags listeners bodies",
         "shm",
         "state",
-        "calls steps info loading verbs turn",
+        "calls steps info loading verbs turn landing",
         "weights status_page desk reads",
         "exchange",
         "recall",
