@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,9 @@ OCTETS = ("Content-Type", "application/octet-stream")
 HELD = 512
 """Tokens of a session whose kv is there."""
 PREFILL = 8192
+PREFILL_TURNS = {"hit": 3, "fresh": 5}
+"""Prefills with a decode client beside them, idle in between: some 1,000 calls with kv missing, and
+as many idle, so that ten of each lie beyond the p99; tens of thousands with kv there."""
 WAYS_CALLS = 4
 """Calls in a row of one way: a runner makes its calls one after the other, too."""
 
@@ -246,11 +250,47 @@ def concurrency(served: Served, text: Sequence[int], clients: int, seconds: floa
     )
 
 
-def prefill(served: Served, text: Sequence[int], seconds: float) -> dict[str, Any]:
-    """A decode client's quantiles, alone and while another process prefills 8,192 tokens."""
+class Prefiller:
+    """Another process, which prefills 8,192 random tokens whenever it is told to."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--prefill", served.urls["tcp"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def begin(self) -> None:
+        """Begin, and wait until something is computed."""
+        counters, misses = Counters(self._served), 0.0
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        while misses < 256:
+            misses += counters.look()["store_misses"]
+
+    def is_done(self) -> bool:
+        """Whether it has its answer."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def tokens_per_s(self) -> float:
+        """Wait for its answer."""
+        assert self._process.stdout is not None
+        return PREFILL / float(self._process.stdout.readline())
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.communicate()
+
+
+def prefill(served: Served, text: Sequence[int], most_turns: int) -> dict[str, Any]:
+    """A decode client's quantiles in turns: beside a prefill, then as many calls idle; and tokens/s
+    of a prefill alone and beside a client whose kv is missing."""
     rng = np.random.default_rng(1)
     body = residual(1)
     found: dict[str, Any] = {}
+    other = Prefiller(served)
     with EngramClient(served.urls["tcp"]) as client:
         session = held(client, text)
 
@@ -261,47 +301,45 @@ def prefill(served: Served, text: Sequence[int], seconds: float) -> dict[str, An
             segment = Segment(session, token_ids=[int(rng.integers(90_000))])
             client.step([segment], (1,), residual=body)
 
+        other.begin()
+        other.tokens_per_s()  # its first one is slower
+        speeds: dict[str, list[float]] = {"alone": [], "beside_fresh": []}
         for name, call in (("hit", hit), ("fresh", fresh)):
-            alone = Turns(call=call)
-            alone.take(max(50, int(seconds / _seconds_of(call))))
-            other = subprocess.Popen([sys.executable, __file__, "--prefill", served.urls["tcp"]])
-            beside = Turns(call=call)
-            _await_misses(served)
-            while other.poll() is None:
-                beside.take(10)
+            idle, beside = Turns(call=call), Turns(call=call)
+            for _ in range(min(most_turns, PREFILL_TURNS[name])):
+                before = len(beside.times["call"])
+                other.begin()
+                while not other.is_done():
+                    beside.take(1)
+                speed = other.tokens_per_s()
+                for _ in range(len(beside.times["call"]) - before):
+                    idle.take(1)
+                if name == "fresh":
+                    speeds["beside_fresh"].append(speed)
+                    other.begin()
+                    speeds["alone"].append(other.tokens_per_s())
             found[name] = {
-                "idle": quantiles(alone.times["call"]),
+                "idle": quantiles(idle.times["call"]),
                 "beside_prefill": quantiles(beside.times["call"]),
+                "calls": len(beside.times["call"]),
             }
             one, two = found[name]["beside_prefill"]["p99"], found[name]["idle"]["p99"]
             found[name]["p99_ratio"] = round(one / two, 2)
-    return found
-
-
-def _seconds_of(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    for _ in range(5):
-        call()
-    return (time.perf_counter() - begin) / 5
-
-
-def _await_misses(served: Served) -> None:
-    """Wait until a prefill computes."""
-    counters = Counters(served)
-    misses = 0.0
-    while misses < 256:
-        misses += counters.look()["store_misses"]
+    other.stop()
+    return found | {"tokens_per_s": {name: round(median(all_)) for name, all_ in speeds.items()}}
 
 
 def run_prefill(url: str) -> None:
-    """Prefill three times 8,192 random tokens."""
+    """Prefill 8,192 random tokens for each line that is read; say how many seconds it took."""
     rng = np.random.default_rng(os.getpid())
     body = residual(PREFILL)
     with EngramClient(url) as client:
-        for _ in range(3):
+        for _ in sys.stdin:
             session = client.open_session()
             segment = Segment(session, token_ids=rng.integers(0, 90_000, PREFILL))
+            begin = time.perf_counter()
             client.step([segment], (1,), residual=body, out=body)
+            print(time.perf_counter() - begin, flush=True)
             session.close()
 
 
@@ -373,9 +411,11 @@ def print_all(found: dict[str, Any]) -> None:
         for name, values in {"wall": load.wall, **load.stages}.items():
             print(f"    {name:<21} {_row(values)}")
     print("\ndecode beside a prefill of 8,192 tokens, us")
-    for name, row in found["prefill"].items():
-        print(f"  {name:<6} idle            {_row(row['idle'])}")
+    for name in ("hit", "fresh"):
+        row = found["prefill"][name]
+        print(f"  {name:<6} idle            {_row(row['idle'])}  {row['calls']} calls")
         print(f"  {'':<6} beside prefill  {_row(row['beside_prefill'])}  p99 x {row['p99_ratio']}")
+    print(f"  the prefill, tokens/s: {found['prefill']['tokens_per_s']}")
     print(f"\nkv misses, tokens/s: {found['throughput']}")
 
 
@@ -407,7 +447,7 @@ def main() -> None:
                 "latency": latency(served, bare, text, rounds),
                 "ways": ways(served, plain, text, rounds // 4),
                 "concurrency": [concurrency(served, text, n, seconds) for n in (1, 4, 16)],
-                "prefill": prefill(served, text, seconds),
+                "prefill": prefill(served, text, 2 if arguments.quick else 9),
                 "throughput": throughput(served, seconds),
             }
     print_all(found)

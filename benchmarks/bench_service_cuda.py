@@ -233,25 +233,32 @@ class Bench:
         return round(sum(float(worker.communicate()[0]) for worker in workers), 1)
 
     def prefill(self) -> dict[str, Any]:
-        """A decode client alone, and while another process prefills 8,192 tokens."""
+        """A decode client alone, and while another process prefills 8,192 tokens.
+
+        Its tensors are on the device, which the service's kernels have as well, or on the host.
+        """
         rng = np.random.default_rng(1)
         x = self.residual(1)
+        y = x.cpu()
         found: dict[str, Any] = {}
         with self.client("unix") as client:
             session = client.open_session()
             session.push(rng.integers(0, self.vocabulary, HELD))
             session.kv(self.layers[0], 0, HELD)
 
-            def hit() -> None:
-                session.apply(self.layers[0], x, 7)
+            def hit(residual: torch.Tensor) -> None:
+                session.apply(self.layers[0], residual, 7)
 
-            def fresh() -> None:
+            def fresh(residual: torch.Tensor) -> None:
                 segment = Segment(session, token_ids=rng.integers(0, self.vocabulary, 1))
-                client.step([segment], self.layers[:1], residual=x)
+                client.step([segment], self.layers[:1], residual=residual)
 
-            for name, call in (("hit", hit), ("fresh", fresh)):
+            calls = {"hit": (hit, x), "fresh": (fresh, x)}
+            calls |= {"hit, host memory": (hit, y), "fresh, host memory": (fresh, y)}
+            for name, (of, residual) in calls.items():
+                call = partial(of, residual)
                 alone, beside = Turns(call=call), Turns(call=call)
-                alone.take(int(2000 * self.scale))
+                alone.take(int(6000 * self.scale))
                 run = [sys.executable, __file__, "--prefill", self.served.urls["unix"]]
                 run.append(str(max(2.0, 4 * self.scale)))
                 with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as other:
@@ -446,11 +453,12 @@ def print_all(found: dict[str, Any]) -> None:
     if "throughput" in found:
         print(f"\nkv misses, tokens/s: {found['throughput']}")
     if "prefill" in found:
-        print("\ndecode beside prefills of 8,192 tokens, GPU to GPU, Unix socket, us")
+        print("\ndecode beside prefills of 8,192 tokens, GPU to GPU if not said, Unix socket, us")
         for name, each in found["prefill"].items():
-            print(f"  {name:<6} idle           {row(each['idle'])}")
+            print(f"  {name:<18} idle           {row(each['idle'])}")
             print(
-                f"  {'':<6} beside prefill {row(each['beside_prefill'])}  p99 x {each['p99_ratio']}"
+                f"  {'':<18} beside prefill {row(each['beside_prefill'])}"
+                f"  p99 x {each['p99_ratio']}"
                 f"  ({each['calls_beside']} calls, a prefill {each['prefill_ms']:.1f} ms)"
             )
     if "runner" in found:

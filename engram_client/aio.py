@@ -37,6 +37,7 @@ from engram_client.segments import Segment, StepResult
 from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, check_transport, set_up
 from engram_client.shared import IS_SUPPORTED, REGION_BYTES, Region, ask_for, can_share
 from engram_client.state import SessionState
+from engram_client.wire import UNIX_SEND_BYTES
 
 T = TypeVar("T")
 
@@ -351,7 +352,11 @@ class AsyncConnectionPool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if address.path:
-                    _, connection = await loop.create_unix_connection(AsyncConnection, address.path)
+                    transport, connection = await loop.create_unix_connection(
+                        AsyncConnection, address.path
+                    )
+                    line = transport.get_extra_info("socket")
+                    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BYTES)
                 else:
                     context = self._context or (address.tls and ssl.create_default_context())
                     _, connection = await loop.create_connection(
@@ -370,6 +375,7 @@ def _ask(path: str, fixed: bytes) -> tuple[socket.socket, Region | None, bool]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(CONNECT_TIMEOUT_S)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BYTES)
         sock.connect(path)
         region, may_ask_again = ask_for(sock, fixed, REGION_BYTES)
         sock.setblocking(False)

@@ -26,6 +26,7 @@ from engram_client.http1 import (
 )
 from engram_client.problems import ConnectionLost
 from engram_client.shared import IS_SUPPORTED, REGION_BYTES, Region, ask_for, can_share
+from engram_client.wire import UNIX_SEND_BYTES
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 16
@@ -384,6 +385,7 @@ def _connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             plain.settimeout(CONNECT_TIMEOUT_S)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BYTES)
             plain.connect(address.path)
         except BaseException:
             plain.close()

@@ -45,6 +45,11 @@ SHARED_ANSWER = "X-Engram-Shared-Answer"
 """In a request, where the answer may be put: `offset,bytes`. In an answer, what of it lies there:
 `offset,bytes,at`, to be inserted at byte `at` of what came over the socket."""
 
+UNIX_SEND_BYTES = 1 << 20
+"""What both ends ask a Unix socket to hold of what they send, as far as the machine allows
+(`net.core.wmem_max`). Linux gives 208 KiB: 650 KB then take three turns of both processes, not one.
+"""
+
 _REMEMBERED, _SHORT_HEAD_BYTES = 256, 1024
 """Heads whose meaning is remembered, and the longest of them."""
 

@@ -73,7 +73,7 @@ class KvBatches:
         assert near is not None
         begun_s = time.perf_counter()
         with self._clock.measure("store", batch):
-            windows, tenants = _windows_of(batch)
+            windows, tenants = windows_of(batch)
 
             def fill(slots: list[int], tokens: list[int]) -> bool:
                 return near.project(layer, slots, windows[tokens])
@@ -96,7 +96,7 @@ class KvBatches:
         """Pin the entries of windows, computing those that are missing."""
         layer = pieces[0].layer
         with self._clock.measure("store", pieces):
-            windows, tenants = _windows_of(pieces)
+            windows, tenants = windows_of(pieces)
             lease = self._store.acquire(layer, tenants, windows)
             try:
                 if len(lease.compute):
@@ -208,7 +208,7 @@ class RowBatches:
             piece.job.finish_piece()
 
 
-def _windows_of(pieces: list[Piece]) -> tuple[NDArray[np.int32], Ints]:
+def windows_of(pieces: list[Piece]) -> tuple[NDArray[np.int32], Ints]:
     """Return windows int32 [T, max_ngram_size] and tenants int64 [T] of pieces that have some."""
     windows = [piece.windows for piece in pieces if piece.windows is not None]
     if len(windows) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.backends.base import Backend
-from engram_core.direct import DirectReads, Few, FewAnswer, OneAnswer, OneRead
+from engram_core.direct import Answer, Ask, DirectReads
 from engram_core.dispatch import Dispatcher
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -73,6 +73,8 @@ class Engine:
     close, after the engine, and serves no other engine meanwhile: which kv slot holds what is
     known to one.
 
+    gains_by_company: whether asks answered together take less time than one by one: where they wait
+        for a device
     clock: seconds, monotonic (idle times, waits); wall_clock_us: microseconds (epochs at open)
 
     Raises: Conflict: the backend serves an engine that is not closed.
@@ -93,6 +95,7 @@ class Engine:
         self.limits = limits or EngineLimits()
         self._lock = threading.Lock()
         self._is_closed = False
+        self.gains_by_company = False
         self._pool = SessionPool(
             self.limits, self.geometry.max_ngram_size, clock=clock, wall_clock_us=wall_clock_us
         )
@@ -234,82 +237,23 @@ class Engine:
                 self._timer.set(self._steps.waiting.next_deadline_s())
         return step.answer
 
-    def read_residual(self, tenant: str, read: OneRead) -> OneAnswer | None:
-        """Answer a residual read of one session here and now, if it is a plain one.
+    def answer(self, asks: Sequence[Ask]) -> list[Answer | None]:
+        """Append and answer here and now what is plain of several steps. None: nothing of that one
+        was done, and `step` does it, or says what is wrong.
 
-        None: it is not; nothing was changed, `step` answers it.
-        """
-        with self._lock:
-            if self._is_closed or self._scheduler.failure is not None:
-                return None
-            return self._direct.read(tenant, self._dispatch.number(tenant), read)
-
-    def push_residual(self, tenant: str, read: OneRead, token_ids: list[int]) -> OneAnswer | None:
-        """Append ids to one session and answer a residual read of them here and now, if both are
-        plain; None: they are not, nothing was changed, and `step` does it.
-
-        token_ids: as many as the read has tokens, from its position on
+        They are as if they had come one after the other in some order.
         """
         try:
             with self._lock:
                 if self._is_closed or self._scheduler.failure is not None:
-                    return None
-                number = self._dispatch.number(tenant)
-                answer = self._direct.push(tenant, number, read, token_ids)
-                if answer is not None:
-                    self._steps.appended(tenant, read.session_id, len(token_ids))
+                    return [None] * len(asks)
+                answers = self._direct.answer(asks, self._dispatch.number)
+                for ask, answer in zip(asks, answers, strict=True):
+                    if answer is not None and ask.token_ids is not None:
+                        self._steps.appended(ask, [spot.row for spot in answer.sessions])
         finally:
             self._steps.tell()
-        return answer
-
-    def read_few(self, tenant: str, read: Few, token_ids: list[int] | None) -> FewAnswer | None:
-        """Answer a residual read of a few segments here and now, appending their ids before if
-        there are some, if all of it is plain; None: it is not, nothing was changed, `step` does it.
-
-        token_ids: of all segments, one after the other; None: nothing is pushed
-        """
-        try:
-            with self._lock:
-                if self._is_closed or self._scheduler.failure is not None:
-                    return None
-                answer = self._direct.few(tenant, self._dispatch.number(tenant), read, token_ids)
-                if answer is not None and token_ids is not None:
-                    for session_id, _, count, _ in read.segments:
-                        self._steps.appended(tenant, session_id, count)
-        finally:
-            self._steps.tell()
-        return answer
-
-    def append_few(
-        self,
-        tenant: str,
-        segments: list[tuple[int, int, int, int]],
-        token_ids: list[int],
-        *,
-        client: Hashable = "",
-        layer_indices: tuple[int, ...] = (),
-    ) -> FewAnswer | None:
-        """Append ids to a few sessions here and now, if that is all there is to do; None: it is
-        not, nothing was changed, `step` does it.
-
-        segments: as in `Few`; layer_indices: whose kv is to be worked ahead, for whom
-        """
-        try:
-            with self._lock:
-                if self._is_closed or self._scheduler.failure is not None:
-                    return None
-                done = self._direct.append(tenant, segments, token_ids)
-                if done is None:
-                    return None
-                answer, spots = done
-                for session_id, _, count, _ in segments:
-                    self._steps.appended(tenant, session_id, count)
-                if layer_indices:
-                    rows = [spot.row for spot in spots]
-                    self._steps.work_ahead_of(tenant, client, layer_indices, rows, segments)
-        finally:
-            self._steps.tell()
-        return answer
+        return answers
 
     # ---- life
 
@@ -319,6 +263,7 @@ class Engine:
         call_soon: calls a function on this thread after its present turn
         """
         self._scheduler.attach(call_soon)
+        self.gains_by_company = any(read.can_project for read in self.backend.near_reads)
 
     def watch_stages(self, watcher: Watcher) -> None:
         """Tell the stages of every batch, work ahead included (see `StageClock.watch`)."""

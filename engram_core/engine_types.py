@@ -21,6 +21,9 @@ MAX_POSITIONS = 1_048_576
 MAX_WAIT_MS = 1_000
 """The longest `wait_ms` (constant in info)."""
 
+BESIDE_TOKENS = 256
+"""The largest batch of the lane beside the kv lane, which takes reads of a quarter of it."""
+
 
 class Output(StrEnum):
     """What a step reads."""

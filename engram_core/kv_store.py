@@ -50,6 +50,22 @@ class Lease:
 
 
 @dataclass
+class Loan:
+    """Slots of one batch beside those of the lane that acquires. End it with `end_loan`.
+
+    slots: int64 [T]  equal windows have equal slots
+    compute: int64 [M]  the tokens whose kv is to be computed now, into slots[compute] (distinct)
+    keys: of those tokens; lent: their slots, which no key finds; pinned: the other slots
+    """
+
+    slots: Ints
+    compute: Ints
+    keys: list[bytes]
+    lent: list[int]
+    pinned: list[int]
+
+
+@dataclass
 class StoreCounters:
     """Tokens by what they found. duplicates: their window is computed by a batch mate."""
 
@@ -63,8 +79,9 @@ class KvStore:
     """The index of a fixed number of kv slots; thread-safe (`lock` guards it).
 
     `acquire` finds an entry from the moment its lease is made: one lane acquires, and whoever finds
-    it there runs after the projection that fills it. `find`, `use_filled` and `use_or_fill`, for
-    other threads, find only what is filled, and fill what they make before anybody else finds it.
+    it there runs after the projection that fills it. `find`, `use_filled`, `use_or_fill` and
+    `borrow`, for other threads, find only what is filled, and fill what they make before anybody
+    else finds it.
     A batch of at most `num_slots` tokens always fits while no other lease is open.
     """
 
@@ -85,7 +102,7 @@ class KvStore:
         self._queued_at = np.empty(0, dtype=np.int64)
         self.lock = threading.Lock()
         self._num_urgent = 0  # of one thread, the asking one
-        self._num_others = 0  # times that it has made entries
+        self._num_others = 0  # times that threads beside the lane have made entries
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -147,14 +164,18 @@ class KvStore:
             self.counters.duplicates += num_missing - len(compute)
         return Lease(slots, compute)
 
-    @contextmanager
-    def urgently(self) -> Iterator[None]:
-        """Hold `lock` before a thread that is acquiring many entries goes on."""
+    def lock_urgently(self) -> None:
+        """Take `lock` as `urgently` does; whoever does releases it."""
         self._num_urgent += 1
         try:
             self.lock.acquire()
         finally:
             self._num_urgent -= 1
+
+    @contextmanager
+    def urgently(self) -> Iterator[None]:
+        """Hold `lock` before a thread that is acquiring many entries goes on."""
+        self.lock_urgently()
         try:
             yield
         finally:
@@ -201,13 +222,16 @@ class KvStore:
             slots = [slot_of[key] for key in keys]
         except KeyError:
             return None
-        for slot in slots:
-            if not filled[slot]:
-                return None
         self._now += 1
         if len(slots) > _FEW:
-            self._stamps[slots] = self._now
+            places = np.array(slots, dtype=np.int64)
+            if not filled[places].all():
+                return None
+            self._stamps[places] = self._now
         else:
+            for slot in slots:
+                if not filled[slot]:
+                    return None
             for slot in slots:
                 self._stamps[slot] = self._now
         self.counters.hits += len(slots)
@@ -321,6 +345,66 @@ class KvStore:
         """Take lent slots back."""
         with self.lock:
             self._free_again(slots.tolist())
+
+    def borrow(self, layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> Loan:
+        """Pin the entries that are there and filled; lend slots for the others.
+
+        tenants: int64 [T]; windows: int32 [T, max_ngram_size]
+
+        What another thread is about to fill is computed once more: that takes no longer than to
+        wait for it.
+
+        Raises: MemoryError if too many slots are pinned.
+        """
+        keys = keys_of(layer_index, tenants, windows)
+        found: dict[bytes, int] = {}
+        token_of: dict[bytes, int] = {}  # of each missing window, its first token
+        hits = 0
+        with self.lock:
+            for token, key in enumerate(keys):
+                slot = self._slot_of.get(key, -1)
+                if slot >= 0 and self._filled[slot]:
+                    found[key] = slot
+                    hits += 1
+                else:
+                    token_of.setdefault(key, token)
+            pinned = list(found.values())
+            self._now += 1
+            self._pin(np.array(pinned, dtype=np.int64))
+            try:
+                lent = self._take(len(token_of))
+            except MemoryError:
+                self._pins[pinned] -= 1
+                raise
+            self.counters.hits += hits
+            self.counters.misses += len(lent)
+            self.counters.duplicates += len(keys) - hits - len(lent)
+        found |= zip(token_of, lent, strict=True)
+        slots = np.array([found[key] for key in keys], dtype=np.int64)
+        compute = np.array(list(token_of.values()), dtype=np.int64)
+        return Loan(slots, compute, list(token_of), lent, pinned)
+
+    def adopt(self, loan: Loan) -> None:
+        """Let everybody find what was computed for a loan, but for what has been made since."""
+        with self.lock:
+            lent, loan.lent = loan.lent, []
+            for key, slot in zip(loan.keys, lent, strict=True):
+                if key in self._slot_of:
+                    loan.lent.append(slot)
+                    continue
+                self._slot_of[key] = slot
+                self._key_of[slot] = key
+                self._filled[slot] = True
+                self._stamps[slot] = self._now
+                self._pins[slot] += 1
+                loan.pinned.append(slot)
+            self._num_others += 1
+
+    def end_loan(self, loan: Loan) -> None:
+        """Unpin what was found or adopted, and take back what was lent."""
+        with self.lock:
+            self._pins[loan.pinned] -= 1
+            self._free_again(loan.lent)
 
     def _pin(self, slots: Ints) -> None:
         self._pins[slots] += 1

@@ -1,9 +1,10 @@
-"""Who runs what when: two lanes of batches over one backend, and the asking thread itself.
+"""Who runs what when: lanes of batches over one backend, and the asking thread itself.
 
-The kv lane owns everything that touches kv slots; its order is reads, then decode-sized work ahead,
-then prefill ahead by (chunk, layer). The rows lane serves rows and hash_ids, which so never wait
-for `wkv`. Whatever waits for one layer when a lane comes free is one ragged batch. Small reads of
-what the store holds may be run by the thread that asks (`near.py`).
+The kv lane runs what touches kv slots; its order is reads, then decode-sized work ahead, then
+prefill ahead by (chunk, layer). The rows lane serves rows and hash_ids, which so never wait for
+`wkv`. Whatever waits for one layer when a lane comes free is one ragged batch. Small reads of what
+the store holds may be run by the thread that asks (`near.py`), and those that miss, where the
+backend can, by a lane beside the kv lane (`beside.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 
 from engram_core.backends.base import Backend
 from engram_core.batches import KvBatches, RowBatches
-from engram_core.engine_types import EngineLimits, Output
+from engram_core.beside import BesideBatches, is_for_beside
+from engram_core.engine_types import BESIDE_TOKENS, EngineLimits, Output
 from engram_core.errors import Draining, EngramError, Internal
 from engram_core.jobs import Job, Piece
 from engram_core.kv_store import KvStore
@@ -43,10 +45,16 @@ class Scheduler:
         self._ahead_dropped = 0
         # A piece fits the store, and so does a batch: else its slots could evict each other.
         num_slots = backend.num_slots - (MAX_PINNED if limits.near_tokens else 0)
+        project = backend.project_beside if limits.near_tokens else None
+        if num_slots < 2 * BESIDE_TOKENS:
+            project = None
+        if project:
+            num_slots -= BESIDE_TOKENS
         self._piece_tokens = min(limits.chunk_tokens, limits.max_tokens, num_slots)
         batch_tokens = min(limits.max_tokens, num_slots)
         self._ahead_limit = min(backend.num_slots, _AHEAD_BATCHES * batch_tokens)
         self._ahead = FairQueue(self._piece_tokens), ChunkQueue()
+        self._ahead_beside = FairQueue(BESIDE_TOKENS)
         self.clock = backend.observer = StageClock()
         self._kv = KvBatches(backend, self.store, self._piece_tokens, self.clock)
         near = backend.near_batches if limits.near_tokens else None
@@ -72,6 +80,17 @@ class Scheduler:
             self._kv.run,
             self._fail,
         )
+        self._beside: BesideBatches | None = None
+        self._beside_lane: Lane | None = None
+        if project:
+            self._beside = BesideBatches(backend, self.store, self.clock, project)
+            queues = FairQueue(BESIDE_TOKENS), self._ahead_beside
+            self._beside_lane = Lane(
+                "engram-beside",
+                [Class(queue, BESIDE_TOKENS) for queue in queues],
+                self._beside.run,
+                self._fail,
+            )
         self._rows_lane = Lane(
             "engram-rows",
             [Class(FairQueue(self._piece_tokens), batch_tokens)],
@@ -85,9 +104,10 @@ class Scheduler:
         return self._near_kv.counts
 
     @property
-    def lanes(self) -> tuple[Lane, Lane]:
-        """The kv lane and the rows lane."""
-        return self._kv_lane, self._rows_lane
+    def lanes(self) -> tuple[Lane, ...]:
+        """The kv lane, the rows lane, and where there is one that beside the kv lane."""
+        lanes = self._kv_lane, self._rows_lane
+        return lanes if self._beside_lane is None else (*lanes, self._beside_lane)
 
     def attach(self, call_soon: CallSoon) -> None:
         """Let the calling thread run small reads itself (see `Near`), before the lanes' work.
@@ -105,7 +125,7 @@ class Scheduler:
         if self.near.take(job):
             return
         is_rows = job.output in (Output.ROWS, Output.HASH_IDS)
-        if not self._queue(self._rows_lane if is_rows else self._kv_lane, job, _READS):
+        if not self._queue(self._rows_lane if is_rows else self._kv_lane_of(job), job, _READS):
             raise self.refusal()
 
     def work_ahead(self, job: Job, *, is_decode: bool) -> None:
@@ -114,10 +134,13 @@ class Scheduler:
         if self.near.take_ahead(job):
             self._ahead_tokens += tokens
             return
-        if sum(queue.num_tokens for queue in self._ahead) + tokens > self._ahead_limit:
+        waiting = sum(queue.num_tokens for queue in (*self._ahead, self._ahead_beside))
+        if waiting + tokens > self._ahead_limit:
             self._ahead_dropped += tokens
             return
-        if self._queue(self._kv_lane, job, _DECODE_AHEAD if is_decode else _PREFILL_AHEAD):
+        class_index = _DECODE_AHEAD if is_decode else _PREFILL_AHEAD
+        lane = self._kv_lane_of(job) if is_decode else self._kv_lane
+        if self._queue(lane, job, class_index):
             self._ahead_tokens += tokens
 
     def refusal(self) -> EngramError:
@@ -156,9 +179,14 @@ class Scheduler:
             "ahead_dropped": self._ahead_dropped,
             "rows_gathered": self._rows.rows_gathered + self._near_rows.rows_gathered,
             **_batch_counters("kv", self._kv.counts),
+            **_batch_counters("beside", self._beside.counts if self._beside else BatchCounts()),
             **_batch_counters("near", self._near_kv.counts),
             **_batch_counters("rows", self._rows.counts),
         }
+
+    def _kv_lane_of(self, job: Job) -> Lane:
+        beside = self._beside_lane
+        return beside if beside is not None and is_for_beside(job) else self._kv_lane
 
     def _queue(self, lane: Lane, job: Job, class_index: int) -> bool:
         pieces = list(job.pieces(self._piece_tokens))

@@ -235,18 +235,11 @@ class SessionPool:
         return Found(rows, fence, verdict)
 
     def spot(
-        self,
-        tenant: str,
-        session_id: int,
-        position: int,
-        count: int,
-        epoch: int,
-        *,
-        renews: bool = True,
+        self, tenant: str, session_id: int, position: int, count: int, epoch: int
     ) -> Spot | None:
         """Judge one read as `read` does, in plain integers; None unless it is allowed.
 
-        epoch: EPOCH_OPENED = left out; renews: the session, as a read that is allowed does
+        The session is not renewed yet. epoch: EPOCH_OPENED = left out
         """
         row = self._registry.row(tenant, session_id)
         if row is None:
@@ -255,18 +248,15 @@ class SessionPool:
         fresh = present == (opened if epoch == EPOCH_OPENED else epoch)
         if not fresh or position < base or count < 0 or position + count > length:
             return None
-        if renews:
-            self._registry.touch(row)
         return self._spot(row, length, base, present)
 
     def has_room(self, num_ids: int) -> bool:
         """Whether so many more ids may be held."""
         return self.held_tokens + num_ids <= self._limits.max_held_tokens
 
-    def renew_spots(self, spots: list[Spot]) -> None:
-        """Renew sessions that were read."""
-        for spot in spots:
-            self._registry.touch(spot.row)
+    def renew_spot(self, spot: Spot) -> None:
+        """Renew a session that was read."""
+        self._registry.touch(spot.row)
 
     def spot_behind(
         self, tenant: str, session_id: int, position: int, ids: list[int], epoch: int

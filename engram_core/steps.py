@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from engram_core.direct import Ask
 from engram_core.dispatch import Dispatcher, State, Step
 from engram_core.engine_types import EngineLimits, Output, StepAnswer
 from engram_core.errors import EngramError, NotPushed, StepRefused
@@ -54,27 +55,21 @@ class Steps:
         self.changed((tenant, session_id) for session_id in asked.session_id.tolist())
         return pushed
 
-    def appended(self, tenant: str, session_id: int, count: int) -> None:
-        """Note a plain append that was made directly; try the reads that wait for it."""
-        self.counts["tokens_pushed"] += count
-        self.changed([(tenant, session_id)])
-
-    def work_ahead_of(
-        self,
-        tenant: str,
-        client: Hashable,
-        layers: tuple[int, ...],
-        rows: list[int],
-        segments: list[tuple[int, int, int, int]],
-    ) -> None:
-        """As `work_ahead`, of plain appends. segments: as `direct.Few` has them; rows: theirs"""
+    def appended(self, ask: Ask, rows: list[int]) -> None:
+        """Note plain appends that were made directly: try the reads that wait for them, and work
+        ahead. rows: of the sessions"""
+        assert ask.token_ids is not None
+        self.counts["tokens_pushed"] += len(ask.token_ids)
+        if len(self.waiting):
+            self.changed([(ask.tenant, segment[0]) for segment in ask.segments])
+        if not ask.ahead or len(ask.token_ids) > self._ahead_tokens:
+            return
         _, position, count, _ = (
-            np.array(part, dtype=np.int64) for part in zip(*segments, strict=True)
+            np.array(part, dtype=np.int64) for part in zip(*ask.segments, strict=True)
         )
-        if int(count.sum()) <= self._ahead_tokens:
-            windows = self._pool.windows(np.array(rows, dtype=np.int64), position, count)
-            read, longest = read_history(windows, self._tables), int(count.max())
-            self._dispatch.work_ahead(tenant, client, layers, read, longest=longest)
+        windows = self._pool.windows(np.array(rows, dtype=np.int64), position, count)
+        read, longest = read_history(windows, self._tables), int(count.max())
+        self._dispatch.work_ahead(ask.tenant, ask.client, ask.ahead, read, longest=longest)
 
     def work_ahead(
         self,

@@ -105,7 +105,8 @@ class Desk:
             if held_back is not None:
                 log.error("fault", request_id=call.request_id, held_back=held_back, exc_info=error)
         _forget_frames(refusal)
-        return code, refusal
+        # What a backend failed with may name files of this machine: that is for the log.
+        return code, problems.SECRET_FAULT if code == "internal" else refusal
 
     def record(self, call: Call, code: str, status: int, headers: Headers) -> None:
         """Count the request; trace it if its caller does; log it if it is worth a line."""

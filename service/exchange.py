@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -24,16 +24,24 @@ from service import bodies, problems
 from service.bodies import Buffer, Headers
 from service.calls import Call, find_shared
 from service.desk import GONE, Desk, answer_headers
+from service.landing import ALIGNMENT, Landing
 from service.problems import RequestTimeout
-from service.reads import TensorRead
+from service.reads import TensorRead, note
 from service.shm import Connection
 from service.state import ServiceState
+from service.turn import Told, Turn
 
 JOIN_BYTES = 64 << 10
 """What of an answer is copied behind its head, up to this size: cheaper than a second buffer."""
 
 PIECE_BYTES = 256 << 10
 """What of a larger answer is written in one turn of the loop."""
+
+LANDED_BYTES = 64 << 10
+"""Larger bodies are received where they landed, if they can be: smaller ones are copied sooner."""
+
+WHOLE_PIECES = 4
+"""An answer of so many pieces is written in one turn: a second turn costs more than it saves."""
 
 _lower = cache(str.lower)
 _SCRATCH_BYTES = 64 << 10
@@ -42,7 +50,9 @@ _SCRATCH_BYTES = 64 << 10
 class Line(Connection, Protocol):
     """A connection, for an exchange.
 
+    is_waiting: whether something is asked on it that is answered in this turn
     begin: receive an exchange's body, of which this much came with its head
+    parse: take what came as llhttp reads it; pad: see `Connection`
     answered: a request of one read was answered at once, without an exchange
     finished: an answer is written; pass on what comes next
     """
@@ -51,11 +61,15 @@ class Line(Connection, Protocol):
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
     is_unix: bool
+    is_waiting: bool
+    pad: int
 
     @property
     def default_headers(self) -> Headers: ...
 
-    def begin(self, exchange: Exchange, body: bytes) -> None: ...
+    def begin(self, exchange: Exchange, body: memoryview, *, is_there: bool = False) -> None: ...
+
+    def parse(self, data: bytes) -> None: ...
 
     def answered(self, tenant: str) -> None: ...
 
@@ -89,10 +103,20 @@ class Refusal:
     body: bytes
 
 
+class Came(NamedTuple):
+    """What came of a request whose head is known. begin: of its body in data; num_bytes: of all of
+    its body"""
+
+    data: Buffer
+    begin: int
+    num_bytes: int
+
+
 class Exchanges:
     """What the exchanges of an app share. scratch: for bodies that nobody reads"""
 
-    def __init__(self, state: ServiceState, desk: Desk) -> None:
+    def __init__(self, state: ServiceState, desk: Desk, turn: Turn, landing: Landing) -> None:
+        self.turn, self.landing = turn, landing
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._state = state
         self._desk = desk
@@ -115,24 +139,32 @@ class Exchanges:
         return Exchange(self, line, call, read, buffer, headers, keep_alive=keep_alive)
 
     def admit(
-        self, line: Line, call: Call, read: TensorRead, num_bytes: int, headers: Headers
-    ) -> Exchange | None:
+        self, line: Line, call: Call, read: TensorRead | Refusal, came: Came, headers: Headers
+    ) -> bool:
         """Admit the body of a request whose head is known, and begin it: maybe with a refusal.
 
-        None: it is to be refused behind its body, the ordinary way.
+        False: it is to be refused behind its body, the ordinary way.
         """
-        found: TensorRead | Refusal = read
+        found, landed, num_bytes = read, None, came.num_bytes
         try:
             find_shared(call)
             buffer = call.shared_body()
+            if buffer is None and num_bytes > LANDED_BYTES:
+                line.pad = -came.begin % ALIGNMENT
+                landed = buffer = self.landing.keep(came.data, came.begin, num_bytes)
+            if landed is not None:
+                call.lease.add(num_bytes, "the body")
             if buffer is None:
                 buffer = call.lease.buffer(num_bytes, "the body")
         except EngramError as error:
             if num_bytes <= bodies.SMALL_BODY_BYTES:
                 call.close()
-                return None
-            found, buffer = self.refusal(call, error), self.scratch
-        return self.begin(line, call, found, buffer, headers)
+                return False
+            found, buffer, landed = self.refusal(call, error), self.scratch, None
+        exchange = self.begin(line, call, found, buffer, headers)
+        body = memoryview(came.data)[came.begin :]
+        line.begin(exchange, body, is_there=landed is not None)
+        return True
 
     def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
         """Count a request out. Its record is made in the next turn: uvloop writes before that."""
@@ -217,7 +249,7 @@ class Exchange:
         """Whether its answer is written, or on its way; a body still coming is not looked at."""
         return self._status != 0
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Take bytes of the body that came with the head."""
         end = self._end + len(data)
         if not isinstance(self._read, Refusal):
@@ -270,10 +302,40 @@ class Exchange:
         call.inbox.num_bytes = self._end
         if self._end:
             call.stages["receive"] = time.perf_counter() - self._begun
+        self._begun = time.perf_counter()
         try:
-            if (told := self._read.at_once(self._buffer)) is not None:
-                self._give(*told)
-                return
+            ask = self._read.ask(self._buffer)
+        except Exception as error:
+            self._refuse(error)
+            return
+        if ask is None:
+            self._submit()
+        else:
+            self._shared.turn.take(self._line, self._read.engine, ask, self._answered)
+
+    def _answered(self, answer: Told) -> None:
+        """Tell what the engine answered in this turn; None: it takes the general way."""
+        if self.response_complete or self._line.is_gone:
+            return
+        assert not isinstance(self._read, Refusal)
+        if answer is None:
+            self._submit()
+            return
+        if isinstance(answer, Exception):  # not asked again: the residual may be updated
+            self._refuse(answer)
+            return
+        try:
+            note(self._call, answer, self._begun)
+            told = self._read.given(answer)
+        except Exception as fault:
+            self._refuse(fault)
+            return
+        self._give(*told)
+
+    def _submit(self) -> None:
+        """Have the general way answer."""
+        assert not isinstance(self._read, Refusal)
+        try:
             self._future = future = self._read.submit(self._buffer)
         except Exception as error:
             self._refuse(error)
@@ -341,7 +403,7 @@ class Exchange:
         num_bytes = sum(map(len, buffers))
         if num_bytes <= JOIN_BYTES:
             transport.write(b"".join((*head, *buffers)))
-        elif num_bytes <= PIECE_BYTES:
+        elif num_bytes <= WHOLE_PIECES * PIECE_BYTES:
             transport.writelines([b"".join(head), *buffers])
         else:
             transport.write(b"".join(head))

@@ -11,15 +11,17 @@ from __future__ import annotations
 import re
 
 from service import bodies, operations
-from service.bodies import CONNECTION, Inbox
+from service.bodies import CONNECTION, Buffer, Inbox
 from service.calls import Call, check
 from service.desk import Desk, request_id
 from service.exchange import Exchange, Exchanges, Head, Line, Refusal
+from service.landing import Landing
 from service.operations import Operation
 from service.reads import READS, TensorRead
-from service.recall import Place, Recall
+from service.recall import Recall
 from service.state import ServiceState
 from service.step_recall import StepRecall
+from service.turn import Turn
 
 _READ_PATH = re.compile(r"/v1/sessions/([0-9]+)/layers/([0-9]+)/(residual|kv|rows|hash_ids)")
 _BY_OUTPUT = {
@@ -28,20 +30,26 @@ _BY_OUTPUT = {
 
 
 class FastPath:
-    """Decides which requests go this way; one for an app."""
+    """Decides which requests go this way; one for an app. landing: where what comes is received"""
 
     def __init__(self, state: ServiceState, desk: Desk) -> None:
         self._state = state
         self._desk = desk
-        self._exchanges = Exchanges(state, desk)
-        shared = state, desk, self._exchanges, Place(state)
+        self._turn = Turn(state)
+        self.landing = Landing(state)
+        self._exchanges = Exchanges(state, desk, self._turn, self.landing)
+        shared = state, desk, self._exchanges
         self._recall, self._step_recall = Recall(*shared), StepRecall(*shared)
 
-    def recall(self, data: bytes, line: Line) -> bool:
+    def recall(self, data: Buffer, line: Line) -> bool:
         """Answer or begin a request whose headers are remembered (see `Recall.answer`)."""
-        if data.startswith(b"POST /v1/step"):
+        if data[:13] == b"POST /v1/step":
             return self._step_recall.answer(data, line)
         return self._recall.answer(data, line)
+
+    def end_turn(self) -> None:
+        """Answer what waits for the end of this turn of the loop."""
+        self._turn.run()
 
     def begin(self, head: Head, line: Line) -> Exchange | None:
         """Check a head and admit its body; None sends the request the ordinary way."""

@@ -51,8 +51,8 @@ def bind(settings: Settings) -> list[Listener]:
     return listeners
 
 
-def bind_tcp(host: str, port: int, scheme: str = "http") -> Listener:
-    """Bind a TCP port; 0 takes a free one. Raises ListenError."""
+def bind_tcp(host: str, port: int, scheme: str = "http", flag: str = "--port") -> Listener:
+    """Bind a TCP port; 0 takes a free one. flag: what chooses another. Raises ListenError."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -65,14 +65,14 @@ def bind_tcp(host: str, port: int, scheme: str = "http") -> Listener:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ListenError(_why(host, port, error)) from None
+        raise ListenError(_why(host, port, flag, error)) from None
     name = f"[{host.strip('[]')}]" if family == socket.AF_INET6 else host
     return Listener(sock, f"{scheme}://{name}:{sock.getsockname()[1]}")
 
 
-def _why(host: str, port: int, error: OSError) -> str:
+def _why(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken; stop what listens there, or choose another --port"
+        return f"port {port} on {host} is taken; stop what listens there, or choose another {flag}"
     if error.errno == errno.EACCES:
         return f"port {port} on {host} may not be taken by this user; choose one above 1023"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"

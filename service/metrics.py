@@ -83,6 +83,7 @@ ENGINE: Mapping[str, EngineMetric] = {
     "ahead_dropped": _of("ahead_dropped", "Token-layers not worked ahead for want of room."),
     "rows_gathered": _of("rows_gathered", "Table rows read."),
     **_batches("kv"),
+    **_batches("beside"),
     **_batches("near"),
     **_batches("rows"),
 }

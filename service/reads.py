@@ -17,7 +17,8 @@ import numpy as np
 
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
-from engram_core.direct import Few, FewAnswer, OneAnswer, OneRead
+from engram_core.direct import Answer, Ask
+from engram_core.engine import Engine
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
 from service import operations, steps, strict
@@ -30,16 +31,30 @@ PUSH_TOKENS = 64
 """Longer pushes are checked by arrays, which are quicker."""
 
 
+Told = tuple[Mapping[str, str], list[Buffer]]
+"""An answer's headers, and its buffers."""
+
+
 class TensorRead(Protocol):
     """A tensor request whose head is checked."""
 
-    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
-        """Answer here and now what can be, as `answer` does; None: submit it."""
+    @property
+    def engine(self) -> Engine:
+        """Which is asked."""
+
+    def ask(self, body: memoryview) -> Ask | None:
+        """Return how the engine is asked for what it may answer here and now; None: submit it.
+
+        Raises as `submit` does, of the body.
+        """
+
+    def given(self, answer: Answer) -> Told:
+        """Return the answer to what `ask` returned, as `answer` does."""
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Check the body, admit the answer, ask the engine; a residual is updated in `body`."""
 
-    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+    def answer(self, answer: StepAnswer) -> Told:
         """Return an answer's headers and its buffers, which may be tensors' memory."""
 
     def refusal(self, refused: StepRefused) -> EngramError:
@@ -82,6 +97,7 @@ class SingleRead:
         self._session_id, self._layer = session_id, layer
         self._position, self._epoch = position, epoch
         self._stored, self._wait_ms = stored, wait_ms
+        self._body = memoryview(b"")
 
     @classmethod
     def checked(cls, call: Call, output: Output) -> SingleRead:
@@ -111,25 +127,32 @@ class SingleRead:
             _check_body_bytes(call.body_bytes, form.dtype, form.shape)
         return read
 
-    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
-        """Update a residual that the engine can update now (see `TensorRead.at_once`)."""
-        if self.output is not Output.RESIDUAL or not self._shape[0]:
+    @property
+    def engine(self) -> Engine:
+        """Which is asked."""
+        return self._model.engine
+
+    def ask(self, body: memoryview) -> Ask | None:
+        """Return how a residual's update is asked for (see `TensorRead.ask`)."""
+        if self.output is not Output.RESIDUAL:
             return None
-        spec = self._dtype, self._shape
-        answer = update_at_once(
-            self._call,
+        self._body = body
+        return one_ask(
+            self._call.tenant,
             self._model,
-            spec,
+            (self._dtype, self._shape),
             body,
             session_id=self._session_id,
             position=self._position,
             epoch=self._epoch,
             layer=self._layer,
         )
-        if answer is None:
-            return None
-        headers = described(spec, answer.length, answer.base, answer.epoch)
-        where, buffers = self._call.leave([body])
+
+    def given(self, answer: Answer) -> Told:
+        """Return the residual and its headers (see `TensorRead.given`)."""
+        (spot,) = answer.sessions
+        headers = described((self._dtype, self._shape), spot.length, spot.base, spot.epoch)
+        where, buffers = self._call.leave([self._body])
         return {**headers, **where}, buffers
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
@@ -154,7 +177,7 @@ class SingleRead:
             call.lease.add(wire.num_bytes(spec), "the answer")
         return self._model.engine.step(call.tenant, request)
 
-    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+    def answer(self, answer: StepAnswer) -> Told:
         """Return a tensor's memory, and headers that describe it and its session."""
         view = wire.as_view(answer.tensors[self._layer])
         spec = view.dtype, view.shape
@@ -184,57 +207,41 @@ class StepRead:
         self.model = model = call.state.check_open()
         self.options = options or _step_options(call, model)
         self._request: StepRequest | None = None
-        self._views: steps.Views | None = None
+        self._plain: steps.PlainStep | None = None
 
-    def at_once(self, body: memoryview) -> tuple[Mapping[str, str], list[Buffer]] | None:
-        """Push to one session and update a residual, if the engine can now (see `TensorRead`)."""
-        call, model = self._call, self.model
-        views = self._decoded(body)
+    @property
+    def engine(self) -> Engine:
+        """Which is asked."""
+        return self.model.engine
+
+    def ask(self, body: memoryview) -> Ask | None:
+        """Return how a plain step is asked for (see `TensorRead.ask`)."""
+        model, options = self.model, self.options
         geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
-        step = steps.one_step_of(views, self.options, geometry, most_tokens)
-        if step is None:
-            if self.options.output is Output.NONE:
-                most_tokens = min(PUSH_TOKENS, model.limits.max_tokens)
-                few = steps.pushes_of(views, self.options, most_tokens)
-                given = None if few is None else push_at_once(call, model, few, self.options)
-            else:
-                few = steps.few_steps_of(views, self.options, geometry, most_tokens)
-                given = None if few is None else read_few_at_once(call, model, few)
-            if few is None or given is None:
-                return None
-            return call.leave(wire.encode_tensors(steps.few_answer_views(few, given)))
-        answer = update_at_once(
-            call,
-            model,
-            step.spec,
-            step.residual,
-            session_id=step.session_id,
-            position=step.position,
-            epoch=step.epoch,
-            layer=step.layer,
-            token_ids=step.token_ids,
-        )
-        if answer is None:
+        if options.output is Output.NONE:
+            most_tokens = min(PUSH_TOKENS, model.limits.max_tokens)
+        self._plain = steps.plain_step_of(body, options, geometry, most_tokens)
+        if self._plain is None:
             return None
-        return call.leave(wire.encode_tensors(steps.one_answer_views(step, answer)))
+        return steps.ask_of(self._plain, options, geometry, self._call.tenant)
+
+    def given(self, answer: Answer) -> Told:
+        """Return a safetensors file (see `TensorRead.given`)."""
+        plain = self._plain
+        assert plain is not None
+        return self._call.leave(steps.encode_plain(plain, plain.residual, self.options, answer))
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
         call, model = self._call, self.model
-        self._request = steps.request_of(self._decoded(body), self.options, model)
+        is_shared = call.shared is not None and call.shared.body is not None
+        views = steps.decode(body, is_shared=is_shared)
+        self._request = steps.request_of(views, self.options, model)
         self._request = replace(self._request, memory=call.answer_memory)
         call.lease.add(steps.answer_bytes(self._request, model), "the answer")
         return model.engine.step(call.tenant, self._request)
 
-    def _decoded(self, body: memoryview) -> steps.Views:
-        """Return the body's tensors, read once. Raises BadTensor, SchemaError."""
-        if self._views is None:
-            shared = self._call.shared
-            is_shared = shared is not None and shared.body is not None
-            self._views = steps.decode(body, is_shared=is_shared)
-        return self._views
-
-    def answer(self, answer: StepAnswer) -> tuple[Mapping[str, str], list[Buffer]]:
+    def answer(self, answer: StepAnswer) -> Told:
         """Return a safetensors file."""
         assert self._request is not None
         return self._call.leave(steps.encode(self._request, answer))
@@ -258,8 +265,8 @@ READS: Mapping[Operation, Callable[[Call], TensorRead]] = {
 """The tensor routes: what checks the head of each."""
 
 
-def update_at_once(
-    call: Call,
+def one_ask(
+    tenant: str,
     model: Model,
     spec: TensorSpec,
     residual: memoryview,
@@ -269,83 +276,40 @@ def update_at_once(
     epoch: int,
     layer: int,
     token_ids: list[int] | None = None,
-) -> OneAnswer | None:
-    """Update the residual of one session that the engine can update here and now, in its memory.
+) -> Ask | None:
+    """Return how the engine is asked to update a residual of one session where it lies; None: it
+    lies askew, or has no tokens.
 
-    None: nothing was changed; a step answers it.
-
-    spec: BF16 or F32, [T, hc_mult, dim], T >= 1; position: of the first token; token_ids: [T],
-    pushed first
+    spec: BF16 or F32, [T, hc_mult, dim]; position: of the first token; token_ids: [T], pushed first
     """
     dtype, shape = spec
-    if len(residual) != wire.num_bytes(spec):
+    if not shape[0] or len(residual) != wire.num_bytes(spec):
         return None
-    begun_s = time.perf_counter()
-    read = OneRead(
-        session_id=session_id,
-        position=position,
-        num_tokens=shape[0],
-        epoch=epoch,
-        layer_index=model.checkpoint.geometry.layer_index(layer),
-        residual=addressof(c_char.from_buffer(residual)),
-        is_f32=dtype == "F32",
-    )
-    if read.residual % 4:
-        return None
-    engine, tenant = model.engine, call.tenant
-    if token_ids is None:
-        answer = engine.read_residual(tenant, read)
-    else:
-        answer = engine.push_residual(tenant, read, token_ids)
-    if answer is not None:
-        call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
-        call.stages["gate"] = answer.gate_s
-        call.state.metrics.observe_stage("gate", answer.gate_s)
-    return answer
-
-
-def few_of(step: steps.FewSteps, model: Model) -> Few | None:
-    """Return the engine's form of a few segments; None: their residual lies askew."""
-    address = addressof(c_char.from_buffer(step.residual))
+    address = addressof(c_char.from_buffer(residual))
     if address % 4:
         return None
-    layer_index = model.checkpoint.geometry.layer_index(step.layer)
-    return Few(step.segments, layer_index, address, step.spec[0] == "F32")
+    index = model.checkpoint.geometry.layer_index(layer)
+    segments = [(session_id, position, shape[0], epoch)]
+    return Ask(tenant, segments, token_ids, index, address, dtype == "F32")
 
 
-def push_few(
-    tenant: str, model: Model, step: steps.FewSteps, options: steps.StepOptions
-) -> FewAnswer | None:
-    """Push a few segments here and now; None: nothing was changed, a step does it."""
-    assert step.token_ids is not None
-    index = model.checkpoint.geometry.layer_index
-    layers = tuple(index(layer) for layer in options.layers) if options.ahead else ()
-    return model.engine.append_few(
-        tenant, step.segments, step.token_ids, client=options.client, layer_indices=layers
-    )
-
-
-def push_at_once(
-    call: Call, model: Model, step: steps.FewSteps, options: steps.StepOptions
-) -> FewAnswer | None:
-    """As `read_few_at_once`, of pushes."""
-    begun_s = time.perf_counter()
-    answer = push_few(call.tenant, model, step, options)
-    if answer is not None:
-        call.stages["check"] = time.perf_counter() - begun_s
-    return answer
-
-
-def read_few_at_once(call: Call, model: Model, step: steps.FewSteps) -> FewAnswer | None:
-    """As `update_at_once`, of a few segments."""
-    begun_s = time.perf_counter()
-    few = few_of(step, model)
-    answer = few and model.engine.read_few(call.tenant, few, step.token_ids)
-    if answer is not None:
-        call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
+def note(call: Call, answer: Answer, begun_s: float) -> None:
+    """Note the stages of what the engine answered here and now."""
+    call.stages["check"] = time.perf_counter() - begun_s - answer.gate_s
+    if answer.gate_s:
         call.stages["gate"] = answer.gate_s
         call.state.metrics.observe_stage("gate", answer.gate_s)
-    return answer
+
+
+def at_once(call: Call, read: TensorRead, body: memoryview) -> Told | None:
+    """Answer here and now what the engine can answer so; None: submit it."""
+    begun_s = time.perf_counter()
+    ask = read.ask(body)
+    answer = None if ask is None else read.engine.answer([ask])[0]
+    if answer is None:
+        return None
+    note(call, answer, begun_s)
+    return read.given(answer)
 
 
 def described(spec: TensorSpec, length: object, base: object, epoch: object) -> dict[str, str]:

@@ -19,27 +19,27 @@ from time import perf_counter
 from typing import NamedTuple
 
 from engram_client import wire
-from engram_core.direct import OneRead
+from engram_core.direct import Answer, Ask
 from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
 from service import operations
 from service.access import Key
 from service.admission import InFlightPool
-from service.bodies import Headers, Inbox
+from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call
-from service.desk import ANSWER_HEADERS, SHARED_ANSWER_HEADERS, AtOnce, Desk
-from service.exchange import Exchanges, Head, Line, answer_block
-from service.reads import ReadForm, SingleRead, described
+from service.desk import ANSWER_HEADERS, GONE, SHARED_ANSWER_HEADERS, AtOnce, Desk
+from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
+from service.reads import ReadForm, SingleRead, TensorRead, described
 from service.shm import shared_of
-from service.state import Model, ServiceState
+from service.state import ServiceState
 from service.strict import INT64_MAX
+from service.turn import AT_ONCE_BYTES, Told
+
+HEAD_BYTES = 5 << 10
+"""Of the longest head that is remembered (`transport.MAX_KNOWN_BYTES`), with its request line."""
 
 MAX_KNOWN = 256
 """Heads remembered; then all are forgotten."""
-
-AT_ONCE_BYTES = 240 << 10
-"""Larger bodies do not come whole in one read of an event loop, nor are their answers copied behind
-their head for less than an exchange costs."""
 
 _LINE = re.compile(
     rb"POST /v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
@@ -60,8 +60,8 @@ class _Known:
 
     told: of them, what the body's reception depends on; num_bytes: of the body on the socket
     layers: id as a path has it -> index; answer: of one that is given at once, all but what differs
-    place: where its body is gated then; shared: how headers name body and answer in shared memory
-    (both None: it is never answered at once)
+    is_placed: whether it may be answered in the turn it came in; shared: as that, how headers name
+    body and answer in shared memory
     """
 
     key: Key
@@ -72,7 +72,7 @@ class _Known:
     num_bytes: int
     layers: Mapping[bytes, int]
     answer: bytes
-    place: memoryview | None
+    is_placed: bool
     shared: tuple[str, str] | None
 
 
@@ -87,54 +87,27 @@ class _Asked(NamedTuple):
     begin: int
 
 
-class Place:
-    """Where one whole body at a time is worked on: in the memory of the model that is served.
-
-    One serves every connection: between the body's copy into it and the answer's copy out of it,
-    behind its head, nothing is awaited and nothing works on it that has not returned.
-    """
-
-    def __init__(self, state: ServiceState) -> None:
-        self._state = state
-        self._model: Model | None = None
-        self._bytes = memoryview(b"")
-        self.address = 0
-
-    def of(self, model: Model, num_bytes: int) -> memoryview | None:
-        """Return it for bodies of a model. None: they are too large, or there is no room now."""
-        if num_bytes > AT_ONCE_BYTES:
-            return None
-        if self._model is not model:
-            try:
-                self._bytes = self._state.pool.memory.buffer(AT_ONCE_BYTES).data
-            except EngramError:
-                return None
-            self.address = addressof(c_char.from_buffer(self._bytes))
-            self._model = model
-        return self._bytes[:num_bytes]
-
-
 class Recall:
     """Remembered heads; one for an app."""
 
-    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges, place: Place) -> None:
+    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
         self._state, self._desk, self._exchanges = state, desk, exchanges
-        self._place = place
         self._known: dict[tuple[bool, bytes], _Known] = {}
 
-    def answer(self, data: bytes, line: Line) -> bool:
-        """Answer a request that came whole, or begin it; False: nothing was done, parse it.
+    def answer(self, data: Buffer, line: Line) -> bool:
+        """Have a request that came whole answered, or begin it; False: nothing was done, parse it.
 
-        data: what came on a connection with nothing before it
+        data: what came on a connection with nothing before it; what is looked at later is copied
         """
         begun_s = perf_counter()
-        asked = self._find(data, line)
+        head = bytes(data[:HEAD_BYTES])
+        asked = self._find(head, line)
         if asked is None:
             return False
         num_bytes = len(data) - asked.begin
-        if num_bytes == asked.known.num_bytes and self._answer_at_once(asked, data, line, begun_s):
+        if num_bytes == asked.known.num_bytes and self._take(asked, data, line, begun_s):
             return True
-        return num_bytes <= asked.known.num_bytes and self._begin(asked, data[asked.begin :], line)
+        return num_bytes <= asked.known.num_bytes and self._begin(asked, data, line)
 
     def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
         """Remember a head that was checked in full."""
@@ -147,11 +120,11 @@ class Recall:
             return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
         where, num_bytes = described(spec, "%d", "%d", "%d"), call.inbox.length or 0
-        place, shared = None, _shared_in(call) if spec[1][0] else None
+        is_placed, shared = False, _shared_in(call) if spec[1][0] else None
         if shared is not None and call.shared is not None and call.shared.body is not None:
             where |= call.leave([call.shared.body])[0]
-        elif num_bytes and call.shared is None:
-            place = self._place.of(model, num_bytes)
+        elif call.shared is None:
+            is_placed = 0 < num_bytes <= AT_ONCE_BYTES
         timing = ANSWER_HEADERS if shared is None else SHARED_ANSWER_HEADERS
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
@@ -166,17 +139,17 @@ class Recall:
             num_bytes=num_bytes,
             layers={b"%d" % layer: index for index, layer in enumerate(layer_ids)},
             answer=answer_block(where, num_bytes) + timing,
-            place=place,
+            is_placed=is_placed,
             shared=shared,
         )
 
-    def _find(self, data: bytes, line: Line) -> _Asked | None:
+    def _find(self, head: bytes, line: Line) -> _Asked | None:
         """Return what is asked, if its head is known and would be decided alike now."""
-        found = _LINE.match(data)
+        found = _LINE.match(head)
         if found is None:
             return None
-        begin = data.find(END, found.end()) + len(END)
-        known = self._known.get((line.is_unix, data[found.end() : begin]))
+        begin = head.find(END, found.end()) + len(END)
+        known = self._known.get((line.is_unix, head[found.end() : begin]))
         if known is None or not self._state.serves(known.form.model):
             return None
         try:
@@ -195,39 +168,52 @@ class Recall:
             begin,
         )
 
-    def _answer_at_once(self, asked: _Asked, data: bytes, line: Line, begun_s: float) -> bool:
-        """Answer what the engine answers here and now; False: nothing was done."""
-        known, transport = asked.known, line.transport
-        body = self._body_of(known, line)
-        if body is None:
+    def _take(self, asked: _Asked, data: Buffer, line: Line, begun_s: float) -> bool:
+        """Have the engine asked in this turn; False: nothing was done."""
+        known, turn = asked.known, self._exchanges.turn
+        if line.transport.get_write_buffer_size():
             return False
-        if transport.get_write_buffer_size() or not known.pool.has_room(len(body)):
-            return False
-        if known.shared is None:
-            body[:] = memoryview(data)[asked.begin :]
-            address = self._place.address
+        if known.shared is not None:
+            placed = _shared_body(known, known.shared, line)
+        elif known.is_placed and known.pool.has_room(known.num_bytes):
+            placed = turn.put(known.form.model, memoryview(data)[asked.begin :])
         else:
-            address = addressof(c_char.from_buffer(body))
+            return False
+        if placed is None:
+            return False
+        (body, address), head = placed, bytes(data[: asked.begin])
         received_s = perf_counter()
-        read = OneRead(
-            session_id=asked.session_id,
-            position=asked.position,
-            num_tokens=known.form.shape[0],
-            epoch=asked.epoch,
-            layer_index=known.layers[asked.layer],
-            residual=address,
-            is_f32=known.form.dtype == "F32",
+        num_tokens = known.form.shape[0]
+        ask = Ask(
+            known.key.name,
+            [(asked.session_id, asked.position, num_tokens, asked.epoch)],
+            None,
+            known.layers[asked.layer],
+            address,
+            known.form.dtype == "F32",
         )
-        try:
-            given = known.form.model.engine.read_residual(known.key.name, read)
-        except Exception:  # an exchange asks again, and tells it
-            return False
-        if given is None:
-            return False
+
+        def tell(answer: Told) -> None:
+            if isinstance(answer, Answer):
+                self._tell(asked, body, line, answer, (begun_s, received_s))
+                return
+            again = head if known.shared is not None else head + body
+            if not self._begin(asked, again, line, answer):
+                line.parse(again)
+
+        turn.take(line, known.form.model.engine, ask, tell)
+        return True
+
+    def _tell(
+        self, asked: _Asked, body: memoryview, line: Line, given: Answer, times: tuple[float, float]
+    ) -> None:
+        """Write an answer that the engine gave here and now."""
+        known, transport, (begun_s, received_s) = asked.known, line.transport, times
         checked_s = perf_counter()
         receive_s, gate_s = received_s - begun_s, given.gate_s
         check_s = checked_s - received_s - gate_s
-        numbers = given.length, given.base, given.epoch, getrandbits(64)
+        (spot,) = given.sessions
+        numbers = spot.length, spot.base, spot.epoch, getrandbits(64)
         beginning = self._exchanges.begin_answer(200, line)
         if known.shared is None:
             head = known.answer % (*numbers, receive_s * 1e3, check_s * 1e3, gate_s * 1e3)
@@ -238,24 +224,22 @@ class Recall:
         sent_s = perf_counter()
         seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s
         self._desk.tally(AtOnce(*seconds, known.num_bytes), line.loop)
-        return True
 
-    def _body_of(self, known: _Known, line: Line) -> memoryview | None:
-        """Return where a body is gated at once; it may not be there yet. None: nowhere."""
-        if known.shared is None:
-            return known.place
-        try:
-            return shared_of(line.region, known.key.name, *known.shared).body
-        except EngramError:
-            return None
+    def _begin(
+        self, asked: _Asked, data: Buffer, line: Line, fault: Exception | None = None
+    ) -> bool:
+        """Begin an exchange; False: it is refused, the ordinary way says how.
 
-    def _begin(self, asked: _Asked, body: bytes, line: Line) -> bool:
-        """Begin an exchange; False: it is refused, the ordinary way says how."""
+        fault: what became of it
+        """
         known = asked.known
         call = Call(self._state, Inbox({"headers": known.told}), f"{getrandbits(64):016x}")
         call.key, call.headers = known.key, known.headers
         call.operation, call.peer, call.connection = operations.RESIDUAL, line.client, line
-        read = SingleRead(
+        if line.is_gone:
+            self._desk.record(call, GONE, 0, known.told)
+            return True
+        read: TensorRead | Refusal = SingleRead(
             call,
             Output.RESIDUAL,
             known.form,
@@ -264,10 +248,23 @@ class Recall:
             position=asked.position,
             epoch=asked.epoch,
         )
-        exchange = self._exchanges.admit(line, call, read, known.num_bytes, known.told)
-        if exchange is not None:
-            line.begin(exchange, body)
-        return exchange is not None
+        if fault is not None:  # not asked again: in shared memory it may be updated
+            read = self._exchanges.refusal(call, fault)
+        came = Came(data, asked.begin, known.num_bytes)
+        return self._exchanges.admit(line, call, read, came, known.told)
+
+
+def _shared_body(
+    known: _Known, shared: tuple[str, str], line: Line
+) -> tuple[memoryview, int] | None:
+    """Return a body in shared memory, and its address; None: it cannot be gated now."""
+    try:
+        there = shared_of(line.region, known.key.name, *shared).body
+    except EngramError:
+        return None
+    if there is None or not known.pool.has_room(len(there)):
+        return None
+    return there, addressof(c_char.from_buffer(there))
 
 
 def _shared_in(call: Call) -> tuple[str, str] | None:

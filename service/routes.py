@@ -28,7 +28,7 @@ from service.info import describe
 from service.metrics import CONTENT_TYPE
 from service.operations import Operation
 from service.problems import NotFound
-from service.reads import READS
+from service.reads import READS, at_once
 from service.weights import answer_weights
 
 
@@ -118,7 +118,7 @@ async def read_tensors(call: Call) -> Response:
     assert call.operation is not None
     read = READS[call.operation](call)
     body = await call.tensor() if call.operation.has_tensor_body else memoryview(b"")
-    if (told := read.at_once(body)) is not None:
+    if (told := at_once(call, read, body)) is not None:
         return BufferAnswer(call, told[1], wire.TENSOR_MEDIA, told[0])
     try:
         future = read.submit(body)

@@ -7,6 +7,7 @@ A flag `--max-tokens`, the variable `ENGRAM_MAX_TOKENS` and the key `max_tokens`
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -54,11 +55,18 @@ def _size(value: Any) -> int:
 
 def _seconds(value: Any) -> float:
     """Read seconds: 600 or 0.5; nothing fancier."""
-    if type(value) in (int, float):
+    if type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value):
         return float(value)
     raise ValueError("seconds are expected, such as 600 or 0.5")
+
+
+def _path(value: Any) -> Path:
+    """Read a path: an empty one, perhaps an unset variable, would be the present folder."""
+    if isinstance(value, str | Path) and str(value):
+        return Path(value)
+    raise ValueError("a path is expected")
 
 
 def _device(value: Any) -> Any:
@@ -70,6 +78,7 @@ def _device(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_count)]
 Size = Annotated[int, BeforeValidator(_size)]
 Seconds = Annotated[float, BeforeValidator(_seconds)]
+File = Annotated[Path, BeforeValidator(_path)]
 Device = Annotated[str, BeforeValidator(_device)]
 
 
@@ -82,7 +91,7 @@ class Settings(BaseModel):
     port: Count = Field(
         default=8321, ge=0, le=65535, description="port to listen on; 0 takes a free one"
     )
-    uds: Path | None = Field(
+    uds: File | None = Field(
         default=None,
         description="Unix socket to listen on (mode 0600); TCP only if host or port is set",
     )
@@ -93,7 +102,7 @@ class Settings(BaseModel):
     placement: Literal["auto", "device", "host", "disk"] = Field(
         default="auto", description="where the tables live: auto, device, host or disk"
     )
-    doctor_report: Path | None = Field(
+    doctor_report: File | None = Field(
         default=None,
         description="what `engram doctor --out` wrote on this machine; placement auto goes by it",
     )
@@ -132,11 +141,11 @@ class Settings(BaseModel):
     wkv_copy: Literal["on", "off"] = Field(
         default="on", description="keep wkv as bfloat16 on a GPU beside its stored form"
     )
-    keys_file: Path | None = Field(
+    keys_file: File | None = Field(
         default=None, description="API keys: `name scope sha256(key)` a line"
     )
-    tls_cert: Path | None = Field(default=None, description="certificate chain, PEM")
-    tls_key: Path | None = Field(default=None, description="private key, PEM")
+    tls_cert: File | None = Field(default=None, description="certificate chain, PEM")
+    tls_key: File | None = Field(default=None, description="private key, PEM")
     shutdown_timeout_s: Seconds = Field(
         default=30.0, ge=0, description="longest drain after SIGTERM"
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Mapping
+from ctypes import addressof, c_char
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
-from engram_core.direct import FewAnswer, OneAnswer
+from engram_core.direct import Answer, Ask
 from engram_core.engine_types import EPOCH_OPENED, Output, Segments, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, SchemaError, TooManyTokens
 from engram_core.geometry import Geometry
@@ -79,169 +81,167 @@ def check_names(views: Views) -> None:
             raise strict.unknown("tensor", name, NAMES)
 
 
-class OneStep(NamedTuple):
-    """A step of one segment that reads a residual. token_ids: to be pushed first; None: none are
-
-    spec: of the residual, BF16 or F32 [T, hc_mult, dim]
-    """
-
-    session_id: int
-    position: int
-    epoch: int
-    token_ids: list[int] | None
-    layer: int
-    spec: TensorSpec
-    residual: memoryview
-
-
-_LETTERS = {"I32": "i", "I64": "q"}
-_ONE = {"count": "I32", "position": "I64", "session_id": "I64", "epoch": "I64"}
-
-
-def one_step_of(
-    views: Views, options: StepOptions, geometry: Geometry, most_tokens: int
-) -> OneStep | None:
-    """Read a plain step without arrays (docs/notes/gpu_host.md).
-
-    None: it is another or larger, or something is wrong with it, which `request_of` says.
-    """
-    if not _are_plain(views, options):
-        return None
-    residual, ids = views["residual"], views.get("token_ids")
-    numbers = {"epoch": EPOCH_OPENED}
-    for name, dtype in _ONE.items():
-        view = views.get(name)
-        if view is not None:
-            if view.dtype != dtype or view.shape != (1,):
-                return None
-            numbers[name] = int.from_bytes(view.data, "little", signed=True)
-    count, spec = numbers.pop("count", 0), residual.spec
-    if len(numbers) != 3 or not 0 < count <= most_tokens:
-        return None
-    if residual.shape != (count, geometry.hc_mult, geometry.dim):
-        return None
-    if numbers["position"] < 0 or numbers["session_id"] < 1 or numbers["epoch"] < EPOCH_OPENED:
-        return None
-    token_ids = None
-    if ids is not None:
-        if ids.shape != (count,) or ids.dtype not in _LETTERS:
-            return None
-        token_ids = list(struct.unpack(f"<{count}{_LETTERS[ids.dtype]}", ids.data))
-    return OneStep(
-        **numbers, token_ids=token_ids, layer=options.layers[0], spec=spec, residual=residual.data
-    )
-
-
-def _are_plain(views: Views, options: StepOptions) -> bool:
-    """Whether a step updates a residual, and has no tensors but those of `OneStep`."""
-    residual = views.get("residual")
-    if residual is None or residual.dtype not in ("BF16", "F32") or len(options.layers) != 1:
-        return False
-    if options.output is not Output.RESIDUAL or options.truncate:
-        return False
-    return len(views) == 4 + ("epoch" in views) + ("token_ids" in views)
-
-
-class FewSteps(NamedTuple):
-    """A step of a few segments that reads a residual, or only pushes; the rest as in `OneStep`.
+class PlainStep(NamedTuple):
+    """A step of a few segments that updates a residual, or only pushes.
 
     segments: session id, position, number of tokens, epoch of each
+    token_ids: to be pushed first; None: none are
+    spec, residual: BF16 or F32 [T, hc_mult, dim]; "" and () and nothing of a step that only pushes
+    begin: of the residual in the body
     """
 
     segments: list[tuple[int, int, int, int]]
     token_ids: list[int] | None
-    layer: int
     spec: TensorSpec
     residual: memoryview
+    begin: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all segments."""
+        return sum([segment[2] for segment in self.segments])
 
 
 MAX_FEW = 32
 """Segments that are read without arrays, which are as quick from some sixty on."""
 
+_HEAD_BYTES = 1024
+"""Of the longest head that a plain step has."""
 
-def few_steps_of(
-    views: Views, options: StepOptions, geometry: Geometry, most_tokens: int
-) -> FewSteps | None:
-    """As `one_step_of`, of 2..MAX_FEW segments."""
-    counts = views.get("count")
-    if counts is None or len(counts.shape) != 1 or not _are_plain(views, options):
-        return None
-    residual, size = views["residual"], counts.shape[0]
-    found = _segments_in(views, size) if 1 < size <= MAX_FEW else None
-    if found is None:
-        return None
-    segments, token_ids, total = found
-    if total > most_tokens or residual.shape != (total, geometry.hc_mult, geometry.dim):
-        return None
-    return FewSteps(segments, token_ids, options.layers[0], residual.spec, residual.data)
+_COLUMNS = (("session_id", "I64"), ("position", "I64"), ("count", "I32"), ("epoch", "I64"))
+_LETTERS = {"I32": "i", "I64": "q"}
 
 
-def pushes_of(views: Views, options: StepOptions, most_tokens: int) -> FewSteps | None:
-    """Read a step of 1..MAX_FEW segments that only pushes; None as `one_step_of`."""
-    counts = views.get("count")
-    if options.output is not Output.NONE or options.truncate or counts is None:
-        return None
-    if len(views) != 4 + ("epoch" in views) or "token_ids" not in views or len(counts.shape) != 1:
-        return None
-    found = _segments_in(views, counts.shape[0]) if 0 < counts.shape[0] <= MAX_FEW else None
-    if found is None or found[2] > most_tokens:
-        return None
-    return FewSteps(found[0], found[1], -1, ("", ()), memoryview(b""))
+class _Form(NamedTuple):
+    """Where the tensors of a plain step's body lie: all that its head says.
+
+    data: where they begin; columns: of `_COLUMNS`, how each is read, and where
+    epochs: of all segments, where the body has none; ids: None = there are none
+    """
+
+    data: int
+    size: int
+    columns: tuple[tuple[struct.Struct, int], ...]
+    epochs: tuple[int, ...]
+    ids: tuple[struct.Struct, int] | None
+    num_tokens: int
+    spec: TensorSpec
+    residual: tuple[int, int]
 
 
-def _segments_in(
-    views: Views, size: int
-) -> tuple[list[tuple[int, int, int, int]], list[int] | None, int] | None:
-    """Return segments as `FewSteps` has them, their ids, and how many tokens they are."""
-    ids = views.get("token_ids")
-    numbers = {"epoch": (EPOCH_OPENED,) * size}
-    for name, dtype in _ONE.items():
-        view = views.get(name)
-        if view is not None:
-            if view.dtype != dtype or view.shape != (size,):
-                return None
-            numbers[name] = struct.unpack(f"<{size}{_LETTERS[dtype]}", view.data)
-    if len(numbers) != 4 or min(numbers["count"]) < 1 or min(numbers["position"]) < 0:
+@lru_cache(256)
+def _form_of(head: bytes, data_bytes: int) -> _Form | None:
+    """Read a head; None: it is no plain step's. A runner's heads are the same from step to step."""
+    try:
+        found = wire.decode_head(head, data_bytes)
+    except wire.WireError:
         return None
-    if min(numbers["session_id"]) < 1 or min(numbers["epoch"]) < EPOCH_OPENED:
+    specs = {name: spec for name, (spec, _, _) in found.items()}
+    counts, spec = specs.get("count", ("", ()))[1], specs.pop("residual", ("", ()))
+    size, ids = counts[0] if len(counts) == 1 else 0, specs.pop("token_ids", None)
+    if spec[0] not in ("", "BF16", "F32") or not (ids or spec[0]) or not 1 <= size <= MAX_FEW:
         return None
-    total = sum(numbers["count"])
-    token_ids = None
+    num_tokens = spec[1][0] if spec[1] else 0
     if ids is not None:
-        if ids.shape != (total,) or ids.dtype not in _LETTERS:
+        if ids[0] not in _LETTERS or len(ids[1]) != 1 or (spec[1] and ids[1][0] != num_tokens):
             return None
-        token_ids = list(struct.unpack(f"<{total}{_LETTERS[ids.dtype]}", ids.data))
-    columns = (numbers[name] for name in ("session_id", "position", "count", "epoch"))
-    return list(zip(*columns, strict=True)), token_ids, total
+        num_tokens = ids[1][0]
+    columns = _COLUMNS if "epoch" in specs else _COLUMNS[:-1]
+    if not num_tokens or specs != {name: (dtype, (size,)) for name, dtype in columns}:
+        return None
+    data = 8 + len(head)
+
+    def place(name: str, dtype: str, length: int) -> tuple[struct.Struct, int]:
+        return struct.Struct(f"<{length}{_LETTERS[dtype]}"), data + found[name][1]
+
+    _, begin, end = found.get("residual", (spec, 0, 0))
+    return _Form(
+        data,
+        size,
+        tuple(place(name, dtype, size) for name, dtype in columns),
+        () if "epoch" in specs else (EPOCH_OPENED,) * size,
+        None if ids is None else place("token_ids", ids[0], num_tokens),
+        num_tokens,
+        spec,
+        (data + begin, data + end),
+    )
 
 
-def few_answer_views(step: FewSteps, answer: FewAnswer) -> dict[str, TensorView]:
-    """Return the tensors of the answer to a few segments, as `answer_views` does."""
-    (dtype, shape), size = step.spec, len(step.segments)
-    numbers = {"length": answer.lengths, "epoch": answer.epochs}
-    views = {
-        name: TensorView("I64", (size,), memoryview(struct.pack(f"<{size}q", *values)))
-        for name, values in numbers.items()
+def plain_step_of(
+    body: memoryview, options: StepOptions, geometry: Geometry, most_tokens: int
+) -> PlainStep | None:
+    """Read a plain step of 1..MAX_FEW segments in integers (docs/notes/gpu_host.md).
+
+    None: it is another or larger, or something is wrong with it, which `request_of` says.
+
+    body: may be memory that its client can change: what is checked is read once
+    """
+    is_residual = options.output is Output.RESIDUAL
+    if options.truncate or not (is_residual or options.output is Output.NONE):
+        return None
+    head_bytes = int.from_bytes(body[:8], "little")
+    if not 2 <= head_bytes <= min(_HEAD_BYTES, len(body) - 8):
+        return None
+    form = _form_of(bytes(body[8 : 8 + head_bytes]), len(body) - 8 - head_bytes)
+    if form is None or form.num_tokens > most_tokens:
+        return None
+    if is_residual:
+        wanted = form.num_tokens, geometry.hc_mult, geometry.dim
+        if form.spec[1] != wanted or len(options.layers) != 1:
+            return None
+    elif form.spec[0]:
+        return None
+    columns = [reader.unpack_from(body, at) for reader, at in form.columns]
+    if form.epochs:
+        columns.append(form.epochs)
+    session_ids, positions, counts, epochs = columns
+    if min(counts) < 1 or sum(counts) != form.num_tokens or min(positions) < 0:
+        return None
+    if min(session_ids) < 1 or min(epochs) < EPOCH_OPENED:
+        return None
+    ids = None if form.ids is None else list(form.ids[0].unpack_from(body, form.ids[1]))
+    begin, end = form.residual
+    return PlainStep(list(zip(*columns, strict=True)), ids, form.spec, body[begin:end], begin)
+
+
+def ask_of(step: PlainStep, options: StepOptions, geometry: Geometry, tenant: str) -> Ask | None:
+    """Return the engine's form of a plain step; None: its residual lies askew.
+
+    The residual is updated where it lies.
+    """
+    index = geometry.layer_index
+    if not step.spec[0]:
+        ahead = tuple(map(index, options.layers)) if options.ahead else ()
+        return Ask(tenant, step.segments, step.token_ids, ahead=ahead, client=options.client)
+    address = addressof(c_char.from_buffer(step.residual))
+    if address % 4:
+        return None
+    is_f32 = step.spec[0] == "F32"
+    return Ask(tenant, step.segments, step.token_ids, index(options.layers[0]), address, is_f32)
+
+
+@lru_cache(256)
+def _answer_form(
+    size: int, num_tokens: int, name: str, spec: TensorSpec
+) -> tuple[bytes, list[str], struct.Struct]:
+    numbers = "I64", (size,)
+    specs = {"length": numbers, "epoch": numbers, "dead": ("U8", (num_tokens,))}
+    return *wire.encode_head(specs | ({name: spec} if name else {})), struct.Struct(f"<{size}q")
+
+
+def encode_plain(
+    step: PlainStep, residual: memoryview, options: StepOptions, answer: Answer
+) -> list[bytes | memoryview]:
+    """Return the answer to a plain step as `encode` does. residual: as it was updated"""
+    name = f"{Output.RESIDUAL}.{options.layers[0]}" if step.spec[0] else ""
+    head, order, numbers = _answer_form(len(step.segments), len(answer.dead), name, step.spec)
+    parts: dict[str, bytes | memoryview] = {
+        "length": numbers.pack(*[spot.length for spot in answer.sessions]),
+        "epoch": numbers.pack(*[spot.epoch for spot in answer.sessions]),
+        "dead": answer.dead,
+        name: residual,
     }
-    views["dead"] = TensorView("U8", (len(answer.dead),), memoryview(answer.dead))
-    if dtype:
-        views[f"{Output.RESIDUAL}.{step.layer}"] = TensorView(dtype, shape, step.residual)
-    return views
-
-
-def one_answer_views(step: OneStep, answer: OneAnswer) -> dict[str, TensorView]:
-    """Return the tensors of a plain step's answer, as `answer_views` does."""
-    dtype, shape = step.spec
-    return {
-        "length": _number(answer.length),
-        "epoch": _number(answer.epoch),
-        "dead": TensorView("U8", (len(answer.dead),), memoryview(answer.dead)),
-        f"{Output.RESIDUAL}.{step.layer}": TensorView(dtype, shape, step.residual),
-    }
-
-
-def _number(value: int) -> TensorView:
-    return TensorView("I64", (1,), memoryview(value.to_bytes(8, "little", signed=True)))
+    return [head, *[parts[each] for each in order]]
 
 
 def request_of(views: Views, options: StepOptions, model: Model) -> StepRequest:

@@ -17,11 +17,13 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from engram_client import wire
 from engram_core.errors import BadRequest
 from service import problems
 from service.bodies import CONNECTION, ClientGoneError, Headers
 from service.exchange import JOIN_BYTES, Exchange, Head
 from service.fast_path import FastPath
+from service.landing import Landing
 from service.problems import NotFound
 from service.shm import Region
 
@@ -71,6 +73,34 @@ class _HeadHolder:
         return self._transport.is_closing()
 
 
+class Receiver(asyncio.BufferedProtocol):
+    """Has a connection's transport between bodies: what comes lands in memory of the app's."""
+
+    def __init__(self, connection: Connection, landing: Landing) -> None:
+        self._connection, self._landing = connection, landing
+        self._space = memoryview(b"")
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._space = space = self._landing.space(self._connection.pad)
+        return space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._space = self._space[:nbytes], memoryview(b"")
+        self._connection.came(data)
+
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
 class BodyReceiver(asyncio.BufferedProtocol):
     """Has a connection's transport while the rest of one body is received into its buffer."""
 
@@ -102,13 +132,18 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
 class Connection(HttpToolsProtocol):
     """One connection. tenant: the name of the key that asked last; fast_path: None without one;
-    region: its shared memory; is_unix: it came by the Unix socket."""
+    region: its shared memory; is_unix: it came by the Unix socket; is_waiting: it has asked
+    something that is answered at the end of this turn of the loop; pad: bytes left out before what
+    comes, so that the body of a large request like the last one is aligned."""
 
     cycle: Any  # uvicorn's, or the exchange: of the request that was parsed last
     tenant: str | None = None
     fast_path: FastPath | None = None
     region: Region | None = None
     is_unix = False
+    is_waiting = False
+    pad = 0
+    _receiver: Receiver | None = None
     _answered_s = float("-inf")  # when a request was answered that no exchange was made of
     _exchange: Exchange | None = None
     _running: Any = None  # uvicorn's cycle of the request that is answered now
@@ -181,6 +216,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.is_unix = self.server is not None and self.server[1] is None
+        if self.is_unix:
+            line = transport.get_extra_info("socket")
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.UNIX_SEND_BYTES)
+        if self.fast_path is not None:
+            self._receiver = Receiver(self, self.fast_path.landing)
+            transport.set_protocol(self._receiver)
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -199,16 +240,27 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
+        self._end_turn()
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
         cycle.keep_alive = False
         return True
 
+    def came(self, data: memoryview) -> None:
+        """Take what landed: nothing of it may be looked at later, but what is kept."""
+        self._end_turn()
+        is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
+        if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
+            self.parse(bytes(data))
+
     def data_received(self, data: bytes) -> None:
+        """Take what came, where there is no fast path."""
+        self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Take what came as llhttp reads it."""
         if self._is_between and (self.cycle is None or self.cycle.response_complete):
-            if self.fast_path is not None and self.fast_path.recall(data, self):
-                return
             self._first = data
         self._packet = data
         super().data_received(data)
@@ -226,6 +278,16 @@ class Connection(HttpToolsProtocol):
             self.cycle is None or self.cycle.response_complete
         ):
             self._watch_idle()
+
+    def shutdown(self) -> None:
+        """Close it once what is asked is answered."""
+        self._end_turn()
+        super().shutdown()
+
+    def _end_turn(self) -> None:
+        """Have what is asked answered, if that waits for the end of this turn."""
+        if self.is_waiting and self.fast_path is not None:
+            self.fast_path.end_turn()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Stay with HTTP/1.1: what the packet holds behind the wish is the next request."""
@@ -272,11 +334,17 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not self._exchange:
             super().on_message_complete()
 
-    def begin(self, exchange: Exchange, body: bytes) -> None:
-        """Begin an exchange whose head nobody parsed; some of its body came with it."""
+    def begin(self, exchange: Exchange, body: memoryview, *, is_there: bool = False) -> None:
+        """Begin an exchange whose head nobody parsed; some of its body came with it.
+
+        is_there: it landed where it belongs
+        """
         self._unset_keepalive_if_required()
         self.cycle = self._exchange = exchange
-        exchange.feed(body)
+        if is_there:
+            exchange.received(len(body))
+        else:
+            exchange.feed(body)
         self._ask(exchange)
 
     def answered(self, tenant: str) -> None:
@@ -298,7 +366,7 @@ class Connection(HttpToolsProtocol):
 
     def take_back(self) -> None:
         """Have the transport again: a body is complete."""
-        self.transport.set_protocol(self)
+        self.transport.set_protocol(self._receiver or self)
         if not self._is_between:
             # The old one still waits for the body. Nothing behind it was read.
             self.parser = httptools.HttpRequestParser(self)
@@ -364,6 +432,7 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""
+        self._end_turn()
         left_s = self._answered_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

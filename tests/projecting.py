@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.backends.base import Backend
+from engram_core.backends.base import Backend, Run
 from engram_core.backends.cpu import CpuNearRead
 
 
@@ -69,8 +69,8 @@ class ProjectingRead:
         keys = np.frombuffer(self._of._view, np.int32).reshape(-1, self._of._width // 4)
         return self._near.project(self._layer_index, slots, keys[tokens, 2:])
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
-        return not self._near.is_busy and self._of.gate(slots, residual, is_f32=is_f32)
+    def gate(self, slots: list[int], runs: list[Run]) -> bool:
+        return not self._near.is_busy and self._of.gate(slots, runs)
 
 
 def let_it_project(backend: Backend) -> ProjectingNear:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engram_core.backends.base import StageObserver, Unobserved
+from engram_core.backends.base import Project, StageObserver, Unobserved
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.host_memory import HostMemory, PlainMemory
 
@@ -55,6 +55,7 @@ class RecordingBackend:
     name = "recording"
     near_reads: tuple[()] = ()
     near_batches = None
+    project_beside: Project | None = None
     numerics: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, num_slots: int = 64) -> None:
@@ -71,11 +72,13 @@ class RecordingBackend:
         self.begun = threading.Semaphore(0)
         self._go_on = threading.Event()
         self._go_on.set()
+        self._held = ""
         self._kv = np.zeros(num_slots, dtype=np.int64)
         self._kv_layer = np.full(num_slots, -1)
 
-    def hold(self) -> None:
-        """Let the next calls begin, then wait for `resume`."""
+    def hold(self, thread: str = "") -> None:
+        """Let the next calls (of a thread of that name) begin, then wait for `resume`."""
+        self._held = thread
         self._go_on.clear()
 
     def resume(self) -> None:
@@ -149,7 +152,8 @@ class RecordingBackend:
     def _begin(self, name: str, layer: int, num_tokens: int) -> None:
         self.calls.append(Call(name, layer, num_tokens, threading.current_thread().name))
         self.begun.release()
-        assert self._go_on.wait(30)
+        if self._held in ("", threading.current_thread().name):
+            assert self._go_on.wait(30)
         if self.fail_on == name:
             raise RuntimeError(f"{name} was made to fail")
 

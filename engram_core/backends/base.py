@@ -4,7 +4,8 @@ A kv slot holds the `hc_mult` keys and the value of one (layer, window) as bfloa
 [(hc_mult + 1) * dim]. The backend owns the memory of the slots; which slot holds what is
 `kv_store.py`'s business. Calls come from one thread a lane (see `scheduler.py`): `rows` may run
 beside the other methods, which never run beside each other; only where `near_tokens` of the
-engine's limits allows it, `gate` and `read_kv` run beside a `project` into other slots.
+engine's limits allows it, `gate` and `read_kv` run beside a `project` into other slots, as does
+`project_beside` where there is one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,24 @@ class Unobserved:
         """Nothing."""
 
 
+Run = tuple[int, int, int, bool]
+"""Positions whose residuals lie one behind the other: the first, how many, the address of bfloat16
+or float32 [count, hc_mult, dim], whether it is float32."""
+
+
+class Project(Protocol):
+    """See `Backend.project`."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        *,
+        windows: NDArray[np.int32] | None = None,
+        hash_ids: NDArray[np.int64] | None = None,
+    ) -> None: ...
+
+
 class NearRead(Protocol):
     """A small read of one layer by the one thread that makes them all: no tensors, no arrays.
 
@@ -67,11 +86,11 @@ class NearRead(Protocol):
         """Return the kv store's keys of positions of one session (see `kv_store.keys_of`).
 
         ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
-        first: how many positions, of calls before, these come behind: they are one read
+        first: how many positions, of calls before, these come behind: they are one batch
         """
 
     def dead(self, count: int) -> bytes:
-        """Return the dead flags of the positions that `keys` was called for last."""
+        """Return the dead flags of the positions that `keys` was called for, from the first on."""
 
     def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
         """Whether `gate` takes a residual that lies there."""
@@ -86,11 +105,11 @@ class NearRead(Protocol):
     def wait(self) -> None:
         """Wait for what `project` began. Raises Internal."""
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
-        """Gate the positions that `keys` was called for last, in place. False: nothing was done, as
-        it would have to wait.
+    def gate(self, slots: list[int], runs: list[Run]) -> bool:
+        """Gate the positions that `keys` was called for, in place, and wait for the end. False:
+        nothing was done, as that would take long.
 
-        slots: of each position; residual: address of bfloat16 or float32 [count, hc_mult, dim]
+        slots: of each position; runs: what they are, all of them
         """
 
 
@@ -215,6 +234,11 @@ class Backend(Protocol):
 
         residual, out: bfloat16 or float32 [T, hc_mult, dim]; out may be residual
         """
+
+    @property
+    def project_beside(self) -> Project | None:
+        """As `project`, up to BESIDE_TOKENS, by one other thread at the same time, which then calls
+        `gate` and `read_kv` as well; None: one thread at a time."""
 
     def self_check(self) -> None:
         """Compare what runs with what is promised. Raises SelfCheckFailed."""

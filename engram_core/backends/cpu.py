@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends.base import Run
 from engram_core.backends.gate import Gate
 from engram_core.errors import BadTensor, Internal
 from engram_core.geometry import EngramHashTables, Geometry
@@ -196,7 +197,6 @@ class NearKeys:
             layer=layer_index,
         )
         self._keys_at, self._dead_at = addressof(self._keys), addressof(self._dead)
-        self._num_keys = 0
         self._run_keys, self._to_keys = library.keys, byref(self._of_keys)
 
     def keys(
@@ -213,7 +213,7 @@ class NearKeys:
         params, width = self._of_keys, self._width
         params.ids, params.starts, params.num_pages = ids, starts, num_pages
         params.tenant, params.position, params.count = tenant, position, count
-        begin, self._num_keys = first * width, first + count
+        begin = first * width
         params.keys, params.is_dead = self._keys_at + begin, self._dead_at + first
         if not 0 < count <= self.max_tokens - first or self._run_keys(self._to_keys):
             raise Internal(f"positions {position}..{position + count - 1} of a session")
@@ -236,8 +236,8 @@ class CpuNearRead(NearKeys):
         super().__init__(gate.library, layer_index, tables)
         self._kept = gate, store
         self._of_gate = gate.params_of(store)
-        self._of_gate.slots, self._of_gate.is_dead = addressof(self._slots), addressof(self._dead)
         self._of_gate.num_threads = 1
+        self._slots_at = addressof(self._slots)
         self._run_gate, self._to_gate = gate.library.near_gate, byref(self._of_gate)
 
     def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
@@ -251,14 +251,16 @@ class CpuNearRead(NearKeys):
     def wait(self) -> None:
         """Nothing was begun (see `NearRead.wait`)."""
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
+    def gate(self, slots: list[int], runs: list[Run]) -> bool:
         """Gate in place (see `NearRead.gate`). Raises Internal: no such slots."""
         params = self._of_gate
         self._slots[: len(slots)] = slots  # type: ignore[assignment]  # ctypes takes integers
-        params.residual = params.out = residual
-        params.is_f32, params.num_tokens = is_f32, self._num_keys
-        if len(slots) != params.num_tokens or self._run_gate(self._to_gate):
-            raise Internal(f"slots {slots} of {params.num_slots}")
+        for first, count, residual, is_f32 in runs:
+            params.slots, params.is_dead = self._slots_at + 8 * first, self._dead_at + first
+            params.residual = params.out = residual
+            params.is_f32, params.num_tokens = is_f32, count
+            if first + count > len(slots) or self._run_gate(self._to_gate):
+                raise Internal(f"slots {slots} of {params.num_slots}")
         return True
 
 

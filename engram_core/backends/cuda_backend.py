@@ -28,7 +28,7 @@ from engram_core.backends.arguments import (
     require_slots,
     require_tensor,
 )
-from engram_core.backends.base import NearBatches, NearRead, StageObserver, Unobserved
+from engram_core.backends.base import NearBatches, NearRead, Project, StageObserver, Unobserved
 from engram_core.backends.choices import choose_graphs, choose_kernels, open_gemm
 from engram_core.backends.cpu import find_library
 from engram_core.backends.cuda_check import check_gate, check_projection
@@ -87,6 +87,7 @@ class CudaBackend:
     observer: StageObserver = Unobserved()
     near_reads: Sequence[NearRead] = ()
     near_batches: NearBatches | None = None
+    project_beside: Project | None = None
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram_core.backends import native as abi
-from engram_core.backends.base import StageObserver
+from engram_core.backends.base import Run, StageObserver
 from engram_core.backends.cpu import CpuLibrary, NearKeys
 from engram_core.backends.device import DeviceBuffer, PinnedBuffer, Stream
 from engram_core.backends.engram_v41 import EngramV41
@@ -219,6 +219,11 @@ class CudaNear:
             self._projections.of(slots) is None or self._projections.under_way() <= _WAITED_TOKENS
         )
 
+    def is_there(self, slots: NDArray[np.int64]) -> bool:
+        """Whether no lane is still at work on the kv of slots."""
+        self.select()
+        return self._projections.of(slots) is None
+
     def gate(
         self,
         layer_index: int,
@@ -298,19 +303,37 @@ class CudaNearRead(NearKeys):
         """Wait for what was begun (see `NearRead.wait`)."""
         self._near.projector.wait()
 
-    def gate(self, slots: list[int], residual: int, *, is_f32: bool) -> bool:
+    def gate(self, slots: list[int], runs: list[Run]) -> bool:
         """Gate in place (see `NearRead.gate`). Raises Internal: the device has failed."""
         count = len(slots)
+        self._slots[:count] = slots  # type: ignore[assignment]  # ctypes takes integers
+        if len(runs) > 1:
+            return self._gate_all(count, runs)
+        ((_, _, residual, is_f32),) = runs
         is_pinned = self._holds(residual, count, is_f32=is_f32)
         if not is_pinned and count > ALONE_TOKENS:
             return False
-        self._slots[:count] = slots  # type: ignore[assignment]  # ctypes takes integers
         if not self._near.is_ready(self._places[:count]):
             return False
         addresses = (*self._addresses, residual)
         self._near.gates.run_at(
             self._layer_index, count, addresses, is_f32=is_f32, is_pinned=is_pinned
         )
+        return True
+
+    def _gate_all(self, count: int, runs: list[Run]) -> bool:
+        """A launch for each, one wait for all of them."""
+        near = self._near
+        if count > INLINE_TOKENS or not near.is_there(self._places[:count]):
+            return False
+        for _, num_tokens, residual, is_f32 in runs:
+            if not self._holds(residual, num_tokens, is_f32=is_f32):
+                return False
+        slots, dead = self._addresses
+        for first, num_tokens, residual, is_f32 in runs:
+            addresses = slots + 8 * first, dead + first, residual
+            near.gates.begin_at(self._layer_index, num_tokens, addresses, is_f32=is_f32)
+        near.projector.wait()
         return True
 
     def _holds(self, residual: int, count: int, *, is_f32: bool) -> bool:

@@ -89,9 +89,12 @@ class Event:
         self._native.event_record(self.handle, stream.handle)
 
     def is_done(self) -> bool:
-        """Whether the device has passed it. Raises: Internal after a failed launch."""
+        """Whether the device has passed it. Raises: Internal after a failed launch.
+
+        It takes a microsecond, so the interpreter's lock is kept.
+        """
         answer = c_int32()
-        self._native.event_is_done(self.handle, byref(answer))
+        self._native.held.event_is_done(self.handle, byref(answer))
         return bool(answer.value)
 
     def wait(self) -> None:

@@ -79,6 +79,8 @@ class HostGates:
             self._owned = made.pop_all()
         self._graphs: list[tuple[Any, Any]] = []
         self._params = []
+        self._begin = engram.native.held.gate
+        self._begun: list[list[abi.Gate]] = []
         for layer_index in range(geometry.num_layers):
             both = []
             tables = ((c_void_p * (INLINE_TOKENS + 1))(), (c_void_p * (INLINE_TOKENS + 1))())
@@ -88,6 +90,7 @@ class HostGates:
                 both.append(self._params_of(gate, table))
             self._graphs.append(tables)
             self._params.append(both)
+            self._begun.append([abi.Gate.from_buffer_copy(params.gate) for params, _ in both])
 
     def _params_of(self, gate: abi.Gate, graphs: Any) -> tuple[abi.GateHost, Any]:
         params = abi.GateHost()
@@ -154,6 +157,20 @@ class HostGates:
         slots, dead, residual = addresses
         gate = self._gate_small if count <= INLINE_TOKENS else self._native.gate_host
         gate(reference, slots, dead, residual, residual, count)
+
+    def begin_at(
+        self, layer_index: int, count: int, addresses: tuple[int, int, int], *, is_f32: bool
+    ) -> None:
+        """Launch a gate in place, without a wait, on the stream of gates in place.
+
+        The kv of its slots is there, or made on that stream. Raises: BadTensor, Internal.
+
+        count: 1..INLINE_TOKENS; addresses: of slots (int64), dead flags, pinned residual
+        """
+        params = self._begun[layer_index][is_f32]
+        params.slots, params.is_dead, params.residual = addresses
+        params.out, params.num_tokens = params.residual, count
+        self._begin(byref(params))
 
     def _piece_tokens(self, count: int, *, is_pinned: bool) -> int:
         """Largest piece; of pageable memory small enough that every lane gets some."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engram_core.engine_types import BESIDE_TOKENS
 from engram_core.geometry import Geometry
 
 PROJECT_TOKENS = 512
@@ -32,24 +33,31 @@ def projection_bytes(geometry: Geometry) -> tuple[int, int]:
     width = geometry.in_features + geometry.out_features
     wkv = geometry.in_features * geometry.out_features
     per_layer = geometry.num_layers * product_dtype().itemsize
-    return wkv * per_layer, PROJECT_TOKENS * width * per_layer
+    return wkv * per_layer, (PROJECT_TOKENS + BESIDE_TOKENS) * width * per_layer
 
 
 class Projection:
     """kv = wkv @ row, in float32, rounded once to bfloat16.
 
     wkv: bfloat16 [out_features, in_features]; dtype: of the product (the values are the same)
+    max_tokens: of a call
     """
 
-    def __init__(self, wkv: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, wkv: torch.Tensor, dtype: torch.dtype, max_tokens: int = PROJECT_TOKENS
+    ) -> None:
         self.wkv = wkv.to(dtype)
         out_features, in_features = wkv.shape
         # Kept: fresh pages cost more than the products of a small batch.
-        self._input = torch.empty((PROJECT_TOKENS, in_features), dtype=dtype)
-        self._output = torch.empty((PROJECT_TOKENS, out_features), dtype=dtype)
+        self._input = torch.empty((max_tokens, in_features), dtype=dtype)
+        self._output = torch.empty((max_tokens, out_features), dtype=dtype)
+
+    def beside(self, max_tokens: int) -> Projection:
+        """Return one of the same weights for another thread."""
+        return Projection(self.wkv, self.wkv.dtype, max_tokens)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Project up to 512 tokens; the answer is valid until the next call.
+        """Project up to `max_tokens`; the answer is valid until the next call.
 
         rows: bfloat16 [T, in_features]; Returns: bfloat16 [T, out_features]
         """

@@ -19,6 +19,7 @@ from engram_core.backends.base import NearBatches, NearRead, StageObserver, Unob
 from engram_core.backends.cpu import make_gate, near_reads
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
 from engram_core.backends.self_check import check_gate, check_projection, check_sigmoid
+from engram_core.engine_types import BESIDE_TOKENS
 from engram_core.errors import BadTensor, CheckpointError
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.hashing import hash_windows
@@ -62,6 +63,7 @@ class ReferenceBackend:
         self._gates = tuple(make_gate(geometry, layer.qk) for layer in weights)
         dtype = product_dtype()
         self._projections = tuple(Projection(layer.wkv, dtype) for layer in weights)
+        self._beside = tuple(each.beside(BESIDE_TOKENS) for each in self._projections)
         self._kv = torch.empty((num_slots, geometry.out_features), dtype=torch.bfloat16)
         self.near_batches: NearBatches | None = None
         self.near_reads: Sequence[NearRead] = near_reads(self._gates, hash_tables, self._kv)
@@ -95,6 +97,27 @@ class ReferenceBackend:
         hash_ids: NDArray[np.int64] | None = None,
     ) -> None:
         """Compute kv into slots (see `Backend.project`)."""
+        self._project(self._projections, layer_index, slots, windows, hash_ids)
+
+    def project_beside(
+        self,
+        layer_index: int,
+        slots: NDArray[np.int64],
+        *,
+        windows: NDArray[np.int32] | None = None,
+        hash_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Compute kv into slots beside `project` (see `Backend.project_beside`)."""
+        self._project(self._beside, layer_index, slots, windows, hash_ids)
+
+    def _project(
+        self,
+        projections: Sequence[Projection],
+        layer_index: int,
+        slots: NDArray[np.int64],
+        windows: NDArray[np.int32] | None,
+        hash_ids: NDArray[np.int64] | None,
+    ) -> None:
         if (windows is None) == (hash_ids is None):
             raise BadTensor("project: give exactly one of windows and hash_ids")
         self._check_slots(slots)
@@ -110,7 +133,7 @@ class ReferenceBackend:
             if self._requantize[layer_index]:
                 rows = requantize(rows)
             gathered = time.perf_counter()
-            kv = self._projections[layer_index](rows)
+            kv = projections[layer_index](rows)
             self._kv.index_copy_(0, torch.from_numpy(slots[piece]), kv)
             wkv_s += time.perf_counter() - gathered
         self.observer.part("hash_gather", time.perf_counter() - begun - wkv_s)
@@ -167,7 +190,7 @@ class ReferenceBackend:
         """Free tables, weights and slots."""
         for table in self._tables:
             table.close()
-        self._tables, self._projections, self.near_reads = (), (), ()
+        self._tables, self._projections, self._beside, self.near_reads = (), (), (), ()
         self._kv = torch.empty(0)
 
     def _read(self, slots: NDArray[np.int64]) -> torch.Tensor:

@@ -62,7 +62,7 @@ class RpcServer:
         settings = self._settings
         assert settings.grpc_port is not None
         # Ours says in words why an address cannot be had, and which one a name stands for.
-        probe = bind_tcp(settings.host, settings.grpc_port)
+        probe = bind_tcp(settings.host, settings.grpc_port, flag="--grpc-port")
         address = probe.sock.getsockname()[0]
         probe.close()
         address = f"[{address}]" if ":" in address else address

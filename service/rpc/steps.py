@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 from engram_client import wire
@@ -10,7 +11,7 @@ from engram_client.wire import TensorView
 from engram_core.engine_types import StepAnswer
 from service import steps
 from service.calls import Call
-from service.reads import update_at_once
+from service.reads import note, one_ask
 from service.rpc import messages
 from service.rpc.plain import PlainStep, plain_of, plain_reply
 from service.state import Model
@@ -49,8 +50,9 @@ class StepWork:
         self._residual = copy = self._copy(plain.residual)
         self._admitted = 16 + count
         call.lease.add(self._admitted, "the answer")
-        answer = update_at_once(
-            call,
+        begun_s = time.perf_counter()
+        ask = one_ask(
+            call.tenant,
             model,
             (plain.dtype, plain.shape),
             copy,
@@ -59,9 +61,12 @@ class StepWork:
             epoch=plain.epoch,
             layer=plain.layer,
         )
+        answer = None if ask is None else model.engine.answer([ask])[0]
         if answer is None:
             return False
-        self._reply = plain_reply(plain, answer.length, answer.epoch, answer.dead, copy)
+        note(call, answer, begun_s)
+        (spot,) = answer.sessions
+        self._reply = plain_reply(plain, spot.length, spot.epoch, answer.dead, copy)
         return True
 
     def _begin(self, message: pb.StepRequest, model: Model) -> None:

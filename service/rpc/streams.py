@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engram_client.proto import engram_pb2 as pb
-from engram_core.direct import OneRead
+from engram_core.direct import Ask
 from engram_core.engine_types import StepAnswer
 from engram_core.errors import Draining, EngramError
 from service import operations, problems
@@ -22,12 +22,12 @@ from service.bodies import ClientGoneError
 from service.calls import Call
 from service.desk import GONE, AtOnce, Desk
 from service.problems import Unauthenticated
-from service.recall import Place
 from service.rpc import calls, messages
 from service.rpc.calls import Context
 from service.rpc.plain import PlainSteps, plain_reply
 from service.rpc.steps import StepWork
 from service.state import ServiceState
+from service.turn import AT_ONCE_BYTES, Place
 
 MAX_PIPELINED = 64
 """Unanswered steps of a stream; while there are so many, it is not read."""
@@ -185,23 +185,25 @@ class _Stream:
             return None
         num_bytes = len(step.residual)
         try:
-            place = self._place.of(model, num_bytes)
-            if place is None or not self._state.pool.has_room(len(raw) + num_bytes):
+            if num_bytes > AT_ONCE_BYTES:
                 return None
-            place[:] = step.residual
-            read = OneRead(
-                session_id=step.session_id,
-                position=step.position,
-                num_tokens=step.num_tokens,
-                epoch=step.epoch,
+            self._place.clear()
+            placed = self._place.put(model, step.residual)
+            if placed is None or not self._state.pool.has_room(len(raw) + num_bytes):
+                return None
+            place, address = placed
+            ask = Ask(
+                self._head.tenant,
+                [(step.session_id, step.position, step.num_tokens, step.epoch)],
                 layer_index=model.checkpoint.geometry.layer_index(step.layer),
-                residual=self._place.address,
+                residual=address,
                 is_f32=step.dtype == "F32",
             )
-            answer = model.engine.read_residual(self._head.tenant, read)
+            answer = model.engine.answer([ask])[0]
             if answer is None:
                 return None
-            reply = plain_reply(step, answer.length, answer.epoch, answer.dead, place)
+            (spot,) = answer.sessions
+            reply = plain_reply(step, spot.length, spot.epoch, answer.dead, place)
             self._state.pool.take(self.tenant, len(reply), "the answer")
         except Exception:  # the general way tells it
             return None

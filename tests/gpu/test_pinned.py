@@ -11,7 +11,7 @@ import torch
 
 from engram_core.backends.cuda_backend import CudaBackend, Sizes
 from engram_core.backends.native import Native
-from engram_core.direct import Few, OneAnswer, OneRead
+from engram_core.direct import Answer, Ask
 from engram_core.engine import Engine
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -198,10 +198,10 @@ def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
         request = StepRequest(asked, Output.RESIDUAL, (layer,), residual.clone())
         want = near.step(name, request).tensors[layer]
 
-        def read(tenant: str, address: int, at: int = layer_index) -> OneAnswer | None:
+        def read(tenant: str, address: int, at: int = layer_index) -> Answer | None:
             owner = session if tenant == name else other
-            one = OneRead(owner, 9, count, EPOCH_OPENED, at, address, dtype == torch.float32)
-            return engine.read_residual(tenant, one)
+            segments, is_f32 = [(owner, 9, count, EPOCH_OPENED)], dtype == torch.float32
+            return engine.answer([Ask(tenant, segments, None, at, address, is_f32)])[0]
 
         plain = residual.clone()
         answer = read(name, plain.data_ptr())
@@ -210,7 +210,7 @@ def test_small_reads_of_the_asking_thread_have_the_bits_of_a_lane_s(
         there.copy_(residual)
         answer = read(name, there.data_ptr())
         assert answer is not None
-        assert answer.length == 600
+        assert [spot.length for spot in answer.sessions] == [600]
         assert same_bits(there, want)
         # Of another tenant no kv is there: it is made here, up to 64 of them.
         before = engine.counters["kv_misses"]
@@ -251,10 +251,14 @@ def test_what_is_pushed_and_read_at_once_is_what_two_steps_give(near: Near, coun
     want = near.step(names[0], request).tensors[layer]
     there = near.backend.host_memory.tensor(tuple(residual.shape), torch.bfloat16)
     there.copy_(residual)
-    read = OneRead(other, 200, count, EPOCH_OPENED, 1, there.data_ptr(), False)
-    answer = engine.push_residual(names[1], read, ids)
+    segments = [(other, 200, count, EPOCH_OPENED)]
+    (answer,) = engine.answer([Ask(names[1], segments, ids, 1, there.data_ptr())])
     assert answer is not None
-    assert answer.length == 200 + count == engine.get(names[1], other).length
+    assert (
+        [spot.length for spot in answer.sessions]
+        == [200 + count]
+        == [engine.get(names[1], other).length]
+    )
     assert same_bits(there, want)
     assert (
         engine.get(names[0], one).compressed_lookback
@@ -332,11 +336,56 @@ def test_a_few_segments_are_one_batch_whatever_is_missing(near: Near, counts: li
     there.copy_(residual)
     segments = [(s, 200, count, EPOCH_OPENED) for s, count in zip(sessions[1], counts, strict=True)]
     before = near.num_by_lanes
-    answer = near.engine.read_few(
-        names[1], Few(segments, 1, there.data_ptr(), False), (np.arange(total) % 9).tolist()
-    )
+    ids = (np.arange(total) % 9).tolist()
+    (answer,) = near.engine.answer([Ask(names[1], segments, ids, 1, there.data_ptr())])
     assert answer is not None
     assert near.num_by_lanes == before
-    assert answer.lengths == want.length.tolist()
+    assert [spot.length for spot in answer.sessions] == want.length.tolist()
     assert answer.dead == want.dead.tobytes()
     assert same_bits(there, want.tensors[layer])
+
+
+@pytest.mark.parametrize("counts", [[1] * 8, [3, 1, 4], [8] * 8, [16, 40, 1]])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_asks_of_one_turn_are_one_batch_wherever_they_lie(
+    near: Near, counts: list[int], is_apart: bool
+) -> None:
+    names = [f"asks-{counts}-{is_apart}-{i}" for i in range(2)]
+    layer, total = near.layers[1], sum(counts)
+    sessions = [[near.opened(name, 200) for _ in counts] for name in names]
+    memory = near.backend.host_memory
+    dtypes = [torch.float32 if is_apart and i == 1 else torch.bfloat16 for i in range(len(counts))]
+    block = memory.tensor((total, 4, 1024), torch.bfloat16)
+    asks, found, wanted, at = [], [], [], 0
+    for place, count in enumerate(counts):
+        residual = torch.randn((count, 4, 1024)).to(dtypes[place])
+        ids = (np.arange(count) * (place + 1) % 9).tolist()
+        asked = Segments(
+            np.array([count], np.int32),
+            np.array([200]),
+            np.array([sessions[0][place]]),
+            token_ids=np.array(ids),
+        )
+        request = StepRequest(asked, Output.RESIDUAL, (layer,), residual.clone())
+        wanted.append(near.step(names[0], request).tensors[layer])
+        there = block[at : at + count]
+        if is_apart:
+            there = memory.tensor(tuple(residual.shape), dtypes[place])
+        there.copy_(residual)
+        found.append(there)
+        segments, is_f32 = (
+            [(sessions[1][place], 200, count, EPOCH_OPENED)],
+            dtypes[place] == torch.float32,
+        )
+        asks.append(Ask(names[1], segments, ids, 1, there.data_ptr(), is_f32))
+        at += count
+    before = near.engine.counters
+    answers = near.engine.answer(asks)
+    after = near.engine.counters
+    assert after["near_batches"] == before["near_batches"] + 1
+    assert after["near_largest_batch"] >= total
+    for answer, count in zip(answers, counts, strict=True):
+        assert answer is not None
+        assert [spot.length for spot in answer.sessions] == [200 + count]
+    for there, want in zip(found, wanted, strict=True):
+        assert same_bits(there, want)

@@ -333,6 +333,7 @@ def test_taken_port_is_said_in_one_line(small_gguf: Path, server: Server) -> Non
     )
     assert done.returncode == 1
     assert f"port {server.port} on 127.0.0.1 is taken" in done.stderr
+    assert "choose another --grpc-port" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import socket
+import sys
+import termios
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +19,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from engram_client.connection import _connect
+from engram_client.http1 import parse_address
 from tests.conftest import KEYS
 from tests.integration.door import (
     body_of,
@@ -52,6 +61,20 @@ def read(client: httpx.Client, name: str, layer: int, what: str, **query: Any) -
 
 def expected_rows(oracle: Oracle, layer: int) -> torch.Tensor:
     return oracle.rows(layer, oracle.layer_hash_ids(layer, oracle.compress(TOKENS, MASK)))
+
+
+def test_a_unix_socket_holds_more_than_linux_gives_it(server: Server) -> None:
+    """Both ends ask for it: less would take large bodies several turns of both processes."""
+    default = int(Path("/proc/sys/net/core/wmem_default").read_text())
+    with contextlib.closing(_connect(parse_address(f"unix:{server.uds}"), None)) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > default
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(server.uds))
+        line.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 64)
+        held, deadline = bytearray(4), time.monotonic() + 20
+        while int.from_bytes(held, sys.byteorder) <= default:  # nobody reads
+            assert time.monotonic() < deadline, int.from_bytes(held, sys.byteorder)
+            fcntl.ioctl(line, termios.FIONREAD, held)
 
 
 def test_live_ready_health(client: httpx.Client) -> None:

@@ -18,6 +18,7 @@ import torch
 import uvloop
 
 from engram_client import wire
+from engram_core.errors import Internal
 from service import bodies, exchange, transport
 from service.desk import GONE
 from service.exchange import Exchange, Exchanges, Refusal
@@ -570,11 +571,17 @@ def test_a_key_is_asked_for_and_names_the_connection(
     assert fast.count == 1
 
 
+@pytest.mark.parametrize("kind", [ValueError, Internal])
 def test_a_fault_is_told_without_its_words(
-    ask: Callable[..., bytes], session_id: str, monkeypatch: pytest.MonkeyPatch
+    ask: Callable[..., bytes],
+    session_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
 ) -> None:
+    """Not those of a backend that failed, either: they may name files."""
+
     def fail(*_: Any, **__: Any) -> None:
-        raise ValueError("secret")
+        raise kind("secret")
 
     monkeypatch.setattr("service.steps.decode", fail)
     body = step_body(count=i32(), position=i64(), session_id=i64())

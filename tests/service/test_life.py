@@ -56,11 +56,12 @@ def test_failed_engine_is_not_served_from(
     assert door.get("/livez").status_code == 200
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, Internal])
 def test_fault_is_told_without_its_reason(
-    door: InProcess, model: Model, monkeypatch: pytest.MonkeyPatch
+    door: InProcess, model: Model, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def fault(*_: Any) -> None:
-        raise RuntimeError("secret")
+        raise kind("secret")
 
     monkeypatch.setattr(model.engine, "get", fault)
     answer = door.get("/v1/sessions/1")

@@ -20,10 +20,11 @@ from engram_client.http1 import Request, Response
 from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
 from engram_core.errors import Internal
-from service import bodies
+from service import bodies, exchange, recall
 from service.app import create_app
 from service.desk import MAX_TALLIED
 from service.fast_path import FastPath
+from service.landing import Landing
 from service.loading import load_model
 from service.recall import Recall
 from service.settings import Settings
@@ -103,9 +104,9 @@ class Seen:
             self.at_once += 1
             answered(*arguments)
 
-        def count_begun(*arguments: Any) -> None:
+        def count_begun(*arguments: Any, **options: Any) -> None:
             self.begun += 1
-            begin(*arguments)
+            begin(*arguments, **options)
 
         monkeypatch.setattr(Connection, "answered", count_answered)
         monkeypatch.setattr(Connection, "begin", count_begun)
@@ -411,7 +412,7 @@ def test_a_fault_is_told(
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(request)
         await read_answer(reader)
-        monkeypatch.setattr(type(attached.state.model.engine), "read_residual", fail)
+        monkeypatch.setattr(type(attached.state.model.engine), "answer", fail)
         writer.write(request)
         return await read_answer(reader)
 
@@ -684,3 +685,80 @@ def test_no_tokens_in_shared_memory_are_answered_every_time(
     found: list[int] = []
     attached.runner.run(talk_to(attached, talk, Wire(path=path)))
     assert found == [200, 200, 200]
+
+
+@pytest.fixture
+def landed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Large are bodies of more than 100 bytes: whether each was received where it landed."""
+    monkeypatch.setattr(exchange, "LANDED_BYTES", 100)
+    monkeypatch.setattr(recall, "AT_ONCE_BYTES", 0)
+    found: list[bool] = []
+    keep = Landing.keep
+
+    def kept(*arguments: Any) -> memoryview | None:
+        body = keep(*arguments)
+        found.append(body is not None)
+        return body
+
+    monkeypatch.setattr(Landing, "keep", kept)
+    return found
+
+
+def test_a_large_body_like_the_last_one_is_received_where_it_landed(
+    tell: Callable[..., bytes], session_id: str, landed: list[bool], seen: Seen
+) -> None:
+    one, other = read(session_id, "position=0"), read(session_id, "position=5")
+    head = one.index(b"\r\n\r\n") + 4
+    want = [plain(tell(after(each, each), is_fast=False)) for each in (one, other)]
+    for cut in (head, head + 1, head + 100, len(one) - 1, len(one)):
+
+        async def talk(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut: int = cut
+        ) -> bytes:
+            answers = []
+            for request in (one, one, other, one, other):
+                writer.write(request[:cut])
+                await writer.drain()
+                for _ in range(6):
+                    await asyncio.sleep(0)
+                writer.write(request[cut:])
+                answers.append(plain(await read_answer(reader)))
+            assert answers == [want[0], want[0], want[1], want[0], want[1]]
+            return b""
+
+        landed.clear()
+        tell(talk)
+        assert landed[-3:] == [True] * 3
+    assert seen.at_once == 0
+
+
+def test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs(
+    tell: Callable[..., bytes], attached: InProcess, session_id: str, landed: list[bool]
+) -> None:
+    """While one is being received, what comes on other connections lands elsewhere."""
+    requests = [read(session_id, f"position={i}") for i in range(4)]
+    want = [plain(tell(after(each, each), is_fast=False)) for each in requests]
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for _ in range(2):
+            writer.write(requests[0])
+            await read_answer(reader)
+        address = writer.get_extra_info("peername")
+        if isinstance(address, str):
+            lines = [await asyncio.open_unix_connection(address) for _ in requests]
+        else:
+            lines = [await asyncio.open_connection(*address) for _ in requests]
+        for _ in range(2):
+            for cut in (slice(None, -40), slice(-40, -3), slice(-3, None)):
+                for (_, each), request in zip(lines, requests, strict=True):
+                    each.write(request[cut])
+                await asyncio.sleep(0.01)
+            answers = [plain(await read_answer(each)) for each, _ in lines]
+            assert answers == want
+        for _, each in lines:
+            each.close()
+        return b""
+
+    tell(talk)
+    assert landed[-4:] == [True] * 4
+    assert attached.state.pool_bytes == 0

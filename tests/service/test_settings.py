@@ -83,6 +83,8 @@ def test_variables_of_others_are_not_looked_at() -> None:
         ("IN_FLIGHT_BYTES", "1.5GiB"),
         ("KV_STORE_BYTES", "-1"),
         ("LOG_FORMAT", "xml"),
+        ("UDS", ""),
+        ("KEYS_FILE", ""),
     ],
 )
 def test_malformed_value_is_refused_with_variable_and_value(name: str, value: str) -> None:
@@ -96,7 +98,10 @@ def test_sizes_are_bytes_or_binary_units(text: str, num_bytes: int) -> None:
     assert load_settings({"kv_store_bytes": text}, {}).settings.kv_store_bytes == num_bytes
 
 
-@pytest.mark.parametrize("text", ["prot = 1", "port = ", "port = true", "[host]\nx = 1"])
+@pytest.mark.parametrize(
+    "text",
+    ["prot = 1", "port = ", "port = true", "[host]\nx = 1", "session_ttl_s = inf", 'uds = ""'],
+)
 def test_file_that_is_not_understood_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engram.toml"
     file.write_text(text)

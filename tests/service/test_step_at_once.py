@@ -33,13 +33,12 @@ class Attached:
     def __init__(self, door: InProcess, engine: Engine, near: ProjectingNear) -> None:
         self.door, self.engine, self.near = door, engine, near
         self.num_at_once = 0
-        for name in ("read_residual", "push_residual", "read_few", "append_few"):
-            setattr(engine, name, partial(self._count, getattr(engine, name)))
+        engine.answer = partial(self._count, engine.answer)  # type: ignore[method-assign]
 
-    def _count(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        answer = ask(*arguments, **options)
-        self.num_at_once += answer is not None
-        return answer
+    def _count(self, answer: Callable[..., list[Any]], asks: list[Any]) -> list[Any]:
+        answers = answer(asks)
+        self.num_at_once += sum(each is not None for each in answers)
+        return answers
 
     def ask(self, query: str = "output=residual&layers=1", **tensors: Any) -> httpx.Response:
         return self.door.post(f"/v1/step?{query}", **step_body(**tensors))
@@ -145,7 +144,7 @@ def test_a_read_of_what_is_held_is_answered_at_once_too(
         patch.setattr(Engine, "step", lambda *_: pytest.fail("the general way"))
         first = attached.ask(**tensors(session, 1, 3))
     with monkeypatch.context() as patch:
-        patch.setattr("service.steps.one_step_of", lambda *_: None)
+        patch.setattr("service.steps.plain_step_of", lambda *_: None)
         second = attached.ask(**tensors(session, 1, 3))
     assert plain(first) == plain(second)
     assert bytes(wire.decode_tensors(first.content)["dead"].data) == b"\0\1\0"
@@ -192,7 +191,7 @@ def test_what_is_unusual_is_answered_or_refused_as_ever(
         before = attached.num_at_once
         with monkeypatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.one_step_of", lambda *_: None)
+                patch.setattr("service.steps.plain_step_of", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once == before
         length = attached.door.get(f"/v1/sessions/{session}").json()["length"]
@@ -247,7 +246,7 @@ def test_a_few_segments_give_the_bytes_of_the_general_way(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.few_steps_of", lambda *_: None)
+                patch.setattr("service.steps.plain_step_of", lambda *_: None)
             pushed = attached.ask(**few(attached, sessions, 4, counts, token_ids=ids, dtype=dtype))
             read = attached.ask(**few(attached, sessions, 3, counts, dtype=dtype))
         assert attached.num_at_once - before == 2 * is_plain
@@ -293,7 +292,7 @@ def test_a_few_segments_that_are_unusual_are_answered_as_ever(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.few_steps_of", lambda *_: None)
+                patch.setattr("service.steps.plain_step_of", lambda *_: None)
             answer = attached.ask(**asked)
         assert attached.num_at_once == before
         lengths = [attached.engine.get("", session).length for session in sessions]
@@ -319,7 +318,7 @@ def test_pushes_alone_give_the_bytes_of_the_general_way(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.pushes_of", lambda *_: None)
+                patch.setattr("service.steps.plain_step_of", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once - before == is_plain
         assert answer.status_code == 200, answer.text
@@ -360,7 +359,7 @@ def test_pushes_that_are_unusual_are_answered_as_ever(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.pushes_of", lambda *_: None)
+                patch.setattr("service.steps.plain_step_of", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once == before
         lengths = [attached.engine.get("", session).length for session in sessions]

@@ -16,11 +16,14 @@ import uvloop
 from engram_client import wire
 from engram_core.backends import cpu
 from engram_core.errors import Internal
+from service import turn
 from service.app import create_app
 from service.loading import load_model
 from service.settings import Settings
 from service.state import Model
 from service.step_recall import StepRecall
+from service.transport import Connection
+from service.turn import Turn
 from tests.native.host_library import build_cpu_library
 from tests.projecting import ProjectingNear, let_it_project
 from tests.service.door import InProcess, i32, i64, step_body
@@ -66,6 +69,14 @@ def counted(of: Callable[..., bool], served: Served, name: str) -> Callable[...,
     return call
 
 
+def told_by(tell: Callable[..., None], served: Served) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        served.at_once += 1
+        tell(*arguments)
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def served(
     official_dir: Path, settings: Settings, tmp_path_factory: pytest.TempPathFactory
@@ -84,8 +95,8 @@ def served(
             model.engine.attach(asyncio.get_running_loop().call_soon)
 
         runner.run(attach())
-        for name, count in (("answer", "found"), ("_answer_at_once", "at_once")):
-            patch.setattr(StepRecall, name, counted(getattr(StepRecall, name), made, count))
+        patch.setattr(StepRecall, "answer", counted(StepRecall.answer, made, "found"))
+        patch.setattr(StepRecall, "_tell", told_by(StepRecall._tell, made))
         yield made
         model.close()
     torch.set_num_threads(threads)
@@ -309,3 +320,230 @@ def test_a_head_that_is_too_long_is_refused_each_time(served: Served, door: InPr
     answers = [served.ask(door, request)[0] for _ in range(2)]
     assert all(b" 400 " in answer[:20] for answer in answers)
     assert served.found == 0
+
+
+class Together:
+    """Requests that come in one turn of the loop, each over a connection of its own.
+
+    taken: called by the service with a connection whose request waits for the end of the turn
+    """
+
+    def __init__(self, served: Served, door: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._served, self._door = served, door
+        self.turns: list[int] = []
+        self.taken: Callable[[Connection], object] = lambda line: None
+        take, answer = Turn.take, Turn._answer
+
+        def take_one(turn: Turn, line: Any, *rest: Any) -> None:
+            take(turn, line, *rest)
+            if line.is_waiting:
+                self.taken(line)
+
+        def answer_all(turn: Turn, asked: list[Any]) -> None:
+            self.turns.append(len(asked))
+            answer(turn, asked)
+
+        monkeypatch.setattr(Turn, "take", take_one)
+        monkeypatch.setattr(Turn, "_answer", answer_all)
+
+    def ask(self, known: bytes, *requests: bytes, cut: int = 0) -> list[bytes]:
+        """Answers, b"" where the connection was closed. cut: all but the end of each comes before;
+        known: is answered before, so that its head is remembered"""
+        answers: list[bytes] = []
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+            writer.write(known)
+            await read_answer(reader)
+            host, port = writer.get_extra_info("peername")
+            lines = [await asyncio.open_connection(host, port) for _ in requests]
+            self.turns.clear()
+            if cut:
+                for (_, each), request in zip(lines, requests, strict=True):
+                    each.write(request[:cut])
+                await asyncio.sleep(0.02)
+            for (_, each), request in zip(lines, requests, strict=True):
+                each.write(request[cut:])
+            for each, _ in lines:
+                try:
+                    answers.append(await read_answer(each))
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    answers.append(b"")
+            for _, each in lines:
+                each.close()
+            return b""
+
+        self._served.runner.run(talk_to(self._door, talk, Wire()))
+        return [re.sub(rb"(server-timing|date|x-request-id): [^\r]*\r\n", b"", a) for a in answers]
+
+
+@pytest.fixture
+def together(served: Served, door: InProcess, monkeypatch: pytest.MonkeyPatch) -> Together:
+    return Together(served, door, monkeypatch)
+
+
+def push(session_id: int, token: int, position: int = 6) -> bytes:
+    return post(step(session_id, position, token_ids=i64(token)))
+
+
+def lengths(served: Served, sessions: list[int]) -> list[int]:
+    return [served.model.engine.get("", session_id).length for session_id in sessions]
+
+
+@pytest.mark.parametrize("cut", [0, 400])
+def test_what_came_in_one_turn_is_one_batch(
+    served: Served, door: InProcess, together: Together, cut: int
+) -> None:
+    sessions, twins = [opened(door) for _ in range(5)], [opened(door) for _ in range(5)]
+    engine, known = served.model.engine, push(opened(door), 1)
+    before = engine.counters
+    answers = together.ask(known, *[push(each, i) for i, each in enumerate(sessions)], cut=cut)
+    after = engine.counters
+    assert together.turns == [5]
+    assert served.at_once == (0 if cut else 5)
+    assert after["near_batches"] == before["near_batches"] + 2  # and of what was asked before
+    assert after["tokens_pushed"] == before["tokens_pushed"] + 6
+    want = [plainly(served, door, push(each, i)) for i, each in enumerate(twins)]
+    assert [told(answer) for answer in answers] == [told(answer) for answer in want]
+    assert lengths(served, sessions) == lengths(served, twins) == [7] * 5
+    assert door.state.pool_bytes == 0
+
+
+def test_one_that_is_refused_or_unusual_in_a_turn_is_told_as_ever(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    sessions = [opened(door) for _ in range(3)]
+    requests = [
+        push(sessions[0], 3),
+        push(sessions[1], 4, position=9),
+        push(sessions[0], 5),
+        push(sessions[2], 10**9),
+        push(sessions[2], 6),
+        push(1, 6),
+    ]
+    answers = together.ask(push(opened(door), 1), *requests)
+    assert [int(answer[9:12]) for answer in answers] == [200, 409, 409, 400, 200, 404]
+    assert lengths(served, sessions) == [7, 6, 7]
+    again = [plainly(served, door, request) for request in requests]
+    refused = [i for i, answer in enumerate(answers) if not answer.startswith(b"HTTP/1.1 200")]
+    assert [answers[i] for i in refused] == [again[i] for i in refused]
+    assert told(answers[0]) == told(again[0])  # the same push again is answered alike
+
+
+def test_a_turn_that_the_device_cannot_take_now_goes_to_the_lane(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    sessions = [opened(door) for _ in range(3)]
+    served.near.is_busy = True
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers] == [b"200"] * 3
+    assert served.at_once == 0
+    assert lengths(served, sessions) == [7] * 3
+
+
+def test_whoever_leaves_before_the_end_of_the_turn_has_asked_nothing(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    sessions = [opened(door) for _ in range(3)]
+    seen: list[Connection] = []
+
+    def leave(line: Connection) -> None:
+        seen.append(line)
+        if len(seen) == 2:
+            line.transport.abort()
+
+    together.taken = leave
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers].count(b"200") == 2
+    assert sorted(lengths(served, sessions)) == [6, 7, 7]
+    text = door.state.metrics.exposition().decode()
+    assert re.search(r'engram_requests_total\{[^}]*code="client_gone"[^}]*\} 1.0', text)
+    assert door.state.pool_bytes == 0
+
+
+@pytest.mark.parametrize("what", ["next", "eof", "shutdown", "idle"])
+def test_what_is_asked_is_answered_before_anything_else_happens_on_its_connection(
+    served: Served, door: InProcess, together: Together, what: str
+) -> None:
+    sessions = [opened(door) for _ in range(2)]
+    live = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    does: dict[str, Callable[[Connection], object]] = {
+        "next": lambda line: line.came(memoryview(live)),
+        "eof": lambda line: line.eof_received() or line.transport.close(),
+        "shutdown": lambda line: line.shutdown(),
+        "idle": lambda line: line.timeout_keep_alive_handler(),
+    }
+    together.taken = does[what]
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers] == [b"200"] * 2
+    assert together.turns == [1, 1]
+    assert lengths(served, sessions) == [7, 7]
+
+
+def test_a_fault_in_a_turn_is_told_to_everybody(
+    served: Served, door: InProcess, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [opened(door) for _ in range(3)]
+    known = push(opened(door), 1)
+    answer = served.model.engine.answer
+
+    failing = [True]
+
+    def fail(asks: list[Any]) -> list[Any]:
+        if asks[0].segments[0][0] in sessions and failing:
+            failing.clear()  # asked again it would be answered
+            raise ValueError("secret")
+        return answer(asks)
+
+    monkeypatch.setattr(served.model.engine, "answer", fail)
+    answers = together.ask(known, *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers] == [b"500"] * 3
+    assert not any(b"secret" in each for each in answers)
+    assert lengths(served, sessions) == [6] * 3
+
+
+def test_an_answer_that_cannot_be_written_is_its_own_connection_s_end(
+    served: Served, door: InProcess, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, written = [opened(door) for _ in range(3)], StepRecall._tell
+    known = push(opened(door), 1)
+
+    def tell(*arguments: Any) -> None:
+        if b"tell" in failing:
+            failing.clear()
+            raise ValueError("a fault of this one")
+        written(*arguments)
+
+    failing: set[bytes] = set()
+    together.taken = lambda line: failing.add(b"tell")
+    monkeypatch.setattr(StepRecall, "_tell", tell)
+    answers = together.ask(known, *[push(each, 4) for each in sessions])
+    assert sorted(answer[9:12] for answer in answers) == [b"", b"200", b"200"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "turns"), [("PLACE_BYTES", 512, [2, 2, 1]), ("BATCH_TOKENS", 3, [3, 2])]
+)
+def test_a_turn_that_is_full_is_answered_early(
+    served: Served,
+    door: InProcess,
+    together: Together,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    most: int,
+    turns: list[int],
+) -> None:
+    sessions = [opened(door) for _ in range(5)]
+    monkeypatch.setattr(turn, limit, most)
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers] == [b"200"] * 5
+    assert together.turns == turns
+    assert lengths(served, sessions) == [7] * 5
+
+
+def test_who_is_alone_does_not_wait_for_the_end_of_the_turn(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    session_id = opened(door)
+    served.ask(door, *[push(session_id, 4, 6 + i) for i in range(4)])
+    assert together.turns in ([], [1])  # the first, if another connection had asked before
+    assert served.at_once == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tests.native.host_library import build_cpu_library
 
 DIM, SLOTS = 64, 500
 TABLES = hash_tables(100, num_layers=2)
-LAUNCHES = ("copy", "gather", "project_chain", "read_kv", "gate_host", "replay")
+LAUNCHES = ("copy", "gather", "project_chain", "read_kv", "gate", "gate_host", "replay")
 NOBODY_DEAD = np.zeros(300, np.bool_)
 
 
@@ -274,9 +275,15 @@ def test_little_is_begun_beside_the_chunks_of_a_prefill(
 
 def test_a_projection_that_has_ended_is_not_asked_for_again() -> None:
     class Ending(Library):
+        """Asked with the interpreter's lock only: another thread may compute for long."""
+
         ended = 0
 
-        def event_is_done(self, _: int, answer: Any) -> None:
+        @property
+        def held(self) -> Any:
+            return SimpleNamespace(event_is_done=self.ask)
+
+        def ask(self, _: int, answer: Any) -> None:
             self.calls.append("event_is_done")
             answer._obj.value = self.ended
 
@@ -311,9 +318,9 @@ def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
     where = plain.ctypes.data
     assert [read.reaches(where, n, is_f32=True) for n in (16, 17)] == [True, False]
     assert read.reaches(pinned, 20, is_f32=True)
-    assert read.gate([40] * 5, where, is_f32=True)
-    assert not read.gate([40] * 17, where, is_f32=True)
-    assert read.gate([40] * 17, pinned, is_f32=True)
+    assert read.gate([40] * 5, [(0, 5, where, True)])
+    assert not read.gate([40] * 17, [(0, 17, where, True)])
+    assert read.gate([40] * 17, [(0, 17, pinned, True)])
     assert near.library.launches() == ["gate_host"] * 2
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from engram_core import kv_store
-from engram_core.kv_store import KvStore, Lease
+from engram_core.kv_store import KvStore, Lease, Loan
+from engram_core.pages import Ints
 
 
 def windows(*firsts: int) -> NDArray[np.int32]:
@@ -273,6 +279,172 @@ def test_urgent_work_goes_between_the_parts_of_a_large_batch(
     for each in (*found, lease, again):
         store.release(each)
     assert not store._pins.any()
+
+
+# ---- beside the lane that acquires
+
+
+def borrow(store: KvStore, *firsts: int) -> Loan:
+    return store.borrow(0, np.zeros(len(firsts), dtype=np.int64), windows(*firsts))
+
+
+def test_a_loan_pins_what_is_filled_and_lends_the_rest_once_a_window() -> None:
+    store = KvStore(8)
+    there = use(store, 5)
+    store.fill(there)
+    loan = borrow(store, 7, 5, 9, 7, 5)
+    assert loan.compute.tolist() == [0, 2]
+    assert loan.slots[1] == loan.slots[4] == there.slots[0]
+    assert loan.slots[0] == loan.slots[3] != loan.slots[2]
+    counters = store.counters
+    assert (counters.hits, counters.misses, counters.duplicates) == (2, 1 + 2, 1)
+    assert store.find(0, np.zeros(1, dtype=np.int64), windows(7)) is None, "not computed yet"
+    store.adopt(loan)
+    store.end_loan(loan)
+    found = acquire(store, 7, 9)
+    assert not found.compute.size
+    assert found.slots.tolist() == loan.slots[[0, 2]].tolist()
+    store.release(found)
+    assert not store._pins.any()
+
+
+def test_what_the_lane_is_about_to_fill_is_computed_once_more_in_a_slot_of_its_own() -> None:
+    store = KvStore(8)
+    lease = acquire(store, 5)
+    loan = borrow(store, 5, 6)
+    assert loan.compute.tolist() == [0, 1]
+    assert loan.slots[0] != lease.slots[0]
+    store.adopt(loan)
+    assert acquire(store, 5).slots.tolist() == lease.slots.tolist(), "the lane's stays"
+    store.end_loan(loan)
+    assert loan.slots[0] in store._free
+    assert loan.slots[1] not in store._free
+    store.fill(lease)
+    assert borrow(store, 5).slots.tolist() == lease.slots.tolist()
+
+
+def test_what_two_loans_compute_is_kept_once() -> None:
+    store = KvStore(4)
+    loans = [borrow(store, 5), borrow(store, 5)]
+    for loan in loans:
+        store.adopt(loan)
+    for loan in loans:
+        store.end_loan(loan)
+    assert (len(store), len(store._free)) == (1, 3)
+    assert acquire(store, 5).slots.tolist() == loans[0].slots.tolist()
+
+
+def test_slots_of_a_loan_are_not_evicted_until_it_ends() -> None:
+    store = KvStore(3)
+    store.fill(use(store, 5))
+    loan = borrow(store, 5, 6)
+    store.adopt(loan)
+    use(store, 10)
+    use(store, 11)
+    with pytest.raises(MemoryError):
+        acquire(store, 12, 13)
+    assert not borrow(store, 5, 6).compute.size, "pinned once more"
+    assert not acquire(store, 5, 6).compute.size
+
+
+def test_a_loan_without_room_or_without_its_computation_leaves_nothing_behind() -> None:
+    store = KvStore(3)
+    store.fill(use(store, 5))
+    with pytest.raises(MemoryError):
+        borrow(store, 5, 6, 7, 8)
+    assert not store._pins.any()
+    store.end_loan(borrow(store, 5, 6))
+    assert not store._pins.any()
+    assert (len(store), len(store._free)) == (1, 2)
+
+
+def test_what_is_adopted_while_a_large_batch_is_acquired_is_found_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    store = KvStore(30)
+    loans: list[Loan] = []
+
+    def sleep(seconds: float) -> None:
+        store._num_urgent = 0
+        loans.append(borrow(store, 2, 10, 90))
+        store.adopt(loans[0])
+
+    monkeypatch.setattr(kv_store.time, "sleep", sleep)
+    store._num_urgent = 1
+    lease = acquire(store, *range(20))
+    assert lease.compute.tolist() == [i for i in range(20) if i not in (2, 10)]
+    assert lease.slots[[2, 10]].tolist() == loans[0].slots[:2].tolist()
+    store.end_loan(loans[0])
+    store.release(lease)
+    assert not store._pins.any()
+
+
+def test_three_threads_read_only_what_is_filled_and_lose_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane, one beside it and the asking one, twice as many windows as slots, some failures."""
+    monkeypatch.setattr(kv_store, "_AT_ONCE", 16)
+    store, memory = KvStore(150), np.zeros(150, dtype=np.int64)
+    wrong: list[str] = []
+
+    def check(name: str, slots: Ints, firsts: Ints) -> None:
+        if not (memory[slots] == firsts + 1).all():
+            wrong.append(name)
+
+    def compute(slots: Ints, firsts: Ints) -> None:
+        memory[slots] = -1
+        time.sleep(0)
+        memory[slots] = firsts + 1
+
+    def lane(firsts: Ints, fails: bool) -> None:
+        lease = acquire(store, *firsts)
+        compute(lease.slots[lease.compute], firsts[lease.compute])
+        if fails:
+            store.abandon(lease)
+            return
+        store.fill(lease)
+        check("lane", lease.slots, firsts)
+        store.release(lease)
+
+    def beside(firsts: Ints, fails: bool) -> None:
+        loan = borrow(store, *firsts[:40])
+        compute(loan.slots[loan.compute], firsts[loan.compute])
+        if not fails:
+            store.adopt(loan)
+            check("beside", loan.slots, firsts[:40])
+        store.end_loan(loan)
+
+    def asking(firsts: Ints, fails: bool) -> None:
+        lease = store.find(0, np.zeros(4, dtype=np.int64), windows(*firsts[:4]))
+        if lease is not None:
+            check("asking", lease.slots, firsts[:4])
+            store.release(lease)
+
+    def run(call: Callable[[Ints, bool], None], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(150):
+                call(rng.integers(0, 300, 4 + rng.integers(60)), rng.random() < 0.05)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    threads = [
+        threading.Thread(target=run, args=(call, seed))
+        for seed, call in enumerate((lane, beside, asking))
+    ]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert not store._pins.any()
+    assert sorted([*store._free, *store._slot_of.values()]) == list(range(150))
 
 
 def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

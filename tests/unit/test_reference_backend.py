@@ -547,9 +547,22 @@ def test_weights_of_another_shape_are_refused() -> None:
         ReferenceBackend(SIZES, TABLES, good._tables, weights, 10)
 
 
+def test_a_projection_beside_another_has_its_own_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wkv = torch.randn((40, 24), generator=generator).bfloat16()
+    rows, others = torch.randn((2, 8, 24), generator=generator).bfloat16()
+    one = Projection(wkv, torch.bfloat16)
+    two = one.beside(16)
+    assert two.wkv.data_ptr() == one.wkv.data_ptr()
+    expected = one(rows).clone()
+    first = two(rows)
+    one(others)
+    assert torch.equal(first, expected)
+
+
 def test_the_ledger_counts_wkv_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_bf16, itemsize in ((True, 2), (False, 4)):
         monkeypatch.setattr(projection, "has_bf16_products", lambda it=has_bf16: it)
         wkv, workspaces = projection_bytes(SIZES)
         assert wkv == 2 * 192 * 1536 * itemsize
-        assert workspaces == 2 * 512 * (192 + 1536) * itemsize
+        assert workspaces == 2 * (512 + 256) * (192 + 1536) * itemsize
