@@ -188,7 +188,7 @@ engram_status launch_mma(int32_t format, const StoredArgs& args, int num_sms, cu
   using Q2Ahead = RegisterStream<Q2KDecoder<ByShuffle>, 2>;
   using Q3 = RegisterStream<Q3KDecoder<ByShuffle>>;
   using Q4 = RegisterStream<Q4KDecoder<ByShuffle>, 1, kUnits, true>;
-  using Q8 = RegisterStream<Q80Decoder, 1, 6>;
+  using Q8 = RegisterStream<Q80Decoder, 1, 6, true>;
   switch (format) {
     case ENGRAM_Q2_K:
       return launch_class<Q2Ahead, Q2Ahead, Q2, 1>(args, num_sms, stream);
