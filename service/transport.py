@@ -149,10 +149,12 @@ class Connection(HttpToolsProtocol):
     _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
     _is_between = True  # the parser has not begun a request that it has not ended
+    _is_head_whole = False  # of the request that the parser has begun last
     _head_bytes = 0
     _first = b""  # a packet that begins with the head that is parsed now
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
+    _refusal = b""  # of what is no HTTP, until what was asked before it is answered
 
     @property
     def default_headers(self) -> Headers:
@@ -241,6 +243,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
         self._end_turn()
+        if self._refusal and self.scheme != "https":
+            return True
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -262,6 +266,8 @@ class Connection(HttpToolsProtocol):
         """Take what came as llhttp reads it."""
         if self._is_between and (self.cycle is None or self.cycle.response_complete):
             self._first = data
+        if self._refusal:
+            return  # nobody knows where the next request would begin
         self._packet = data
         super().data_received(data)
         while self._behind_upgrade and not self.transport.is_closing():
@@ -271,7 +277,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response(f"the head is longer than {MAX_HEAD_BYTES} bytes")
+            self._refuse_head()
         elif self._exchange is not None and not self._is_asked:
             self._ask(self._exchange)
         elif self.timeout_keep_alive_task is None and (
@@ -297,12 +303,13 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_between = False
+        self._is_between = self._is_head_whole = False
         self._head_bytes = 0
         scope: Any = self.scope
         scope["extensions"] = {CONNECTION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
+        self._is_head_whole = True
         if self.parser.should_upgrade() and self._has_body():
             # The parser would skip the body, and take what comes of it for the next request.
             raise BadRequest("a request with a body cannot ask for another protocol")
@@ -321,6 +328,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
+        if self._refusal and not _is_owed(self._running):
+            self.pipeline.clear()
+            self._tell_refusal()
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -424,10 +434,28 @@ class Connection(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, as a problem document."""
+        """Refuse what is no HTTP, as a problem document, behind what is still to be answered: a 400
+        in the place of an earlier request's answer would say that it has changed nothing."""
+        self._refuse(msg, waits=_is_owed(self._running) or _is_owed(self._exchange))
+
+    def _refuse_head(self) -> None:
+        """Refuse a head that is too long, also where it is whole: its request is not begun."""
+        waits = _is_owed(self._running) or _is_owed(self._exchange)
+        if self._is_head_whole and self.pipeline:
+            self.pipeline.popleft()
+        elif self._is_head_whole:
+            waits = False
+        self._refuse(f"the head is longer than {MAX_HEAD_BYTES} bytes", waits=waits)
+
+    def _refuse(self, msg: str, *, waits: bool) -> None:
         _, headers, body = problems.encode(BadRequest(msg, expected="HTTP/1.1"))
         lines = [b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in headers)]
-        self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", body]))
+        self._refusal = b"\r\n".join([*lines, b"connection: close", b"", body])
+        if not waits:
+            self._tell_refusal()
+
+    def _tell_refusal(self) -> None:
+        self.transport.write(self._refusal)
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -453,3 +481,8 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive if seconds is None else seconds,
             self.timeout_keep_alive_handler,
         )
+
+
+def _is_owed(cycle: Any) -> bool:
+    """Whether a request has come whole and is not answered yet."""
+    return cycle is not None and not (cycle.more_body or cycle.response_complete)
