@@ -287,9 +287,33 @@ FAULTS = (
     fault(
         "lanes-share-a-workspace",
         "engram_core/backends/projection.py",
-        "        return Projection(self.wkv, self.wkv.dtype, max_tokens)\n",
+        "        return Projection(self.wkv, self.wkv.dtype, max_tokens, self.cut)\n",
         "        return self\n",
         "tests/unit/test_reference_backend.py::test_a_projection_beside_another_has_its_own_memory",
+    ),
+    fault(
+        "products-of-any-size-where-bits-depend-on-it",
+        "engram_core/backends/projection.py",
+        "            for first in range(0, padded, self.cut.max_rows):\n",
+        "            for first in range(0, padded, PROJECT_TOKENS):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
+    ),
+    fault(
+        "products-by-any-number-of-threads",
+        "engram_core/backends/projection.py",
+        "        with _threads(self.cut.num_threads):\n",
+        "        with _threads(None):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
+    ),
+    fault(
+        "batches-compared-by-one-number-of-threads",
+        "engram_core/backends/projection.py",
+        "    for num_threads in sorted({1, torch.get_num_threads()}):\n",
+        "    for num_threads in (torch.get_num_threads(),):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
     ),
     fault(
         "loan-takes-what-the-lane-is-making",
