@@ -23,11 +23,18 @@ from engram_core.pages import Ints
 Fill = Callable[[list[int], list[int]], bool]
 """Called with slots and the tokens they are for; False: nothing was done."""
 
-_AT_ONCE = 256
-"""Keys that `acquire` looks up or makes before it lets others have the lock: some 100 us."""
+_AT_ONCE = 64
+"""Keys that `acquire` looks up or makes before it lets others have the interpreter and the lock:
+some 30 us, three times as long where it has not run for a while."""
 
-_PAUSE_S = 50e-6
-"""How long it sleeps then; without, it would have the lock again before anybody wakes."""
+_WHOLE = 256
+"""Up to here it does so without a pause."""
+
+_PAUSE_S = 20e-6
+"""How long it sleeps then; without, it would have both again before anybody wakes."""
+
+_BUSY_S = 5e-3
+"""A thread that was in a hurry so lately will be again: it finds the interpreter free."""
 
 _FEW = 16
 """Up to here entries are changed one by one: an array of a few takes longer than they do."""
@@ -102,6 +109,7 @@ class KvStore:
         self._queued_at = np.empty(0, dtype=np.int64)
         self.lock = threading.Lock()
         self._num_urgent = 0  # of one thread, the asking one
+        self._urgent_s = float("-inf")  # when it was so last
         self._num_others = 0  # times that threads beside the lane have made entries
 
     def __len__(self) -> int:
@@ -166,6 +174,7 @@ class KvStore:
 
     def lock_urgently(self) -> None:
         """Take `lock` as `urgently` does; whoever does releases it."""
+        self._urgent_s = time.monotonic()
         self._num_urgent += 1
         try:
             self.lock.acquire()
@@ -287,11 +296,19 @@ class KvStore:
         return [slot_of[key] for key in keys]
 
     def _in_turns(self, count: int) -> Iterator[slice]:
-        """Cut so many into parts; urgent work goes between two."""
-        for start in range(0, count, _AT_ONCE):
-            while start and self._num_urgent:
-                time.sleep(_PAUSE_S)
-            yield slice(start, min(start + _AT_ONCE, count))
+        """Cut so many into parts; who is in a hurry goes between two."""
+        size = count if count <= _WHOLE else _AT_ONCE
+        for start in range(0, count, size or 1):
+            if start:
+                self._give_way()
+            yield slice(start, min(start + size, count))
+
+    def _give_way(self) -> None:
+        """Let a thread in a hurry go on, one that waits now or may come soon."""
+        if self._num_urgent or time.monotonic() - self._urgent_s < _BUSY_S:
+            time.sleep(_PAUSE_S)
+        while self._num_urgent:
+            time.sleep(_PAUSE_S)
 
     def _found_since(self, keys: list[bytes], pinned: set[int]) -> list[bytes]:
         """Pin what another thread has made since it was looked for; returns what is missing."""

@@ -664,7 +664,7 @@ FAULTS = (
                 "(self._stamps[slots] == stamps) & (self._pins[slots] == 0)",
                 "self._stamps[slots] == stamps",
             ),
-            ("(self._stamps > 0) & (self._pins == 0)", "self._stamps > 0"),
+            ("(stamps > 0) & (self._pins == 0)", "stamps > 0"),
         ),
         (f"{STORE}::test_pinned_entries_are_never_evicted",),
     ),
@@ -1223,6 +1223,14 @@ FAULTS = (
         "                    if self._num_others != num_others:\n",
         "                    if self._num_others < num_others:\n",
         "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
+    ),
+    fault(
+        "large-batch-hurries-past-a-thread-that-answers",
+        "engram_core/kv_store.py",
+        "        if self._num_urgent or time.monotonic() - self._urgent_s < _BUSY_S:\n",
+        "        if self._num_urgent:\n",
+        "tests/unit/test_kv_store.py"
+        "::test_a_large_batch_pauses_only_where_a_thread_was_in_a_hurry_lately",
     ),
     fault(
         "pinned-twice-by-one-lease",
