@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from engram_client import wire
 from engram_core.errors import BadRequest
 from service import problems
-from service.bodies import CONNECTION, ClientGoneError, Headers
+from service.bodies import CONNECTION, READ_ON_S, ClientGoneError, Headers
 from service.exchange import JOIN_BYTES, Exchange, Head
 from service.fast_path import FastPath
 from service.landing import Landing
@@ -154,7 +154,8 @@ class Connection(HttpToolsProtocol):
     _first = b""  # a packet that begins with the head that is parsed now
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
-    _refusal = b""  # of what is no HTTP, until what was asked before it is answered
+    _refusal = b""  # of what is no HTTP, told when what was asked before it is answered
+    _is_told = False
 
     @property
     def default_headers(self) -> Headers:
@@ -244,7 +245,7 @@ class Connection(HttpToolsProtocol):
         """Answer a peer that has said all it will say, unless it left inside a body."""
         self._end_turn()
         if self._refusal and self.scheme != "https":
-            return True
+            return not self._is_told
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -254,20 +255,21 @@ class Connection(HttpToolsProtocol):
     def came(self, data: memoryview) -> None:
         """Take what landed: nothing of it may be looked at later, but what is kept."""
         self._end_turn()
+        if self._refusal:
+            return  # nobody knows where the next request would begin
         is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
         if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
             self.parse(bytes(data))
 
     def data_received(self, data: bytes) -> None:
         """Take what came, where there is no fast path."""
-        self.parse(data)
+        if not self._refusal:
+            self.parse(data)
 
     def parse(self, data: bytes) -> None:
         """Take what came as llhttp reads it."""
         if self._is_between and (self.cycle is None or self.cycle.response_complete):
             self._first = data
-        if self._refusal:
-            return  # nobody knows where the next request would begin
         self._packet = data
         super().data_received(data)
         while self._behind_upgrade and not self.transport.is_closing():
@@ -276,12 +278,14 @@ class Connection(HttpToolsProtocol):
         self._packet = self._first = b""
         if self.transport.is_closing():
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES and not self._refusal:
             self._refuse_head()
         elif self._exchange is not None and not self._is_asked:
             self._ask(self._exchange)
-        elif self.timeout_keep_alive_task is None and (
-            self.cycle is None or self.cycle.response_complete
+        elif (
+            not self._refusal
+            and self.timeout_keep_alive_task is None
+            and (self.cycle is None or self.cycle.response_complete)
         ):
             self._watch_idle()
 
@@ -330,7 +334,9 @@ class Connection(HttpToolsProtocol):
         self._running = self.pipeline[-1][0] if self.pipeline else None
         if self._refusal and not _is_owed(self._running):
             self.pipeline.clear()
+            self.server_state.total_requests += 1
             self._tell_refusal()
+            return
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -455,8 +461,16 @@ class Connection(HttpToolsProtocol):
             self._tell_refusal()
 
     def _tell_refusal(self) -> None:
+        """End with a refusal. What still comes is read on for a moment: closed at once, the peer's
+        bytes that nobody read would take our answers with them."""
+        self._is_told = True
         self.transport.write(self._refusal)
-        self.transport.close()
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(READ_ON_S, self.transport.close)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""

@@ -129,6 +129,23 @@ def test_what_was_asked_before_is_answered_before_what_is_no_http(
     assert [answer[:3] for answer in answers] == expected
 
 
+def test_nothing_behind_what_is_no_http_is_taken_for_a_request(ask: Ask) -> None:
+    """What still comes is read on, so that the peer hears the refusal, and dropped."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(LIVE)
+        await read_answer(reader)
+        writer.write(b"BLAH\r\n\r\n")
+        refusal = await read_answer(reader)
+        writer.write(LIVE + bytes(1 << 20))
+        await writer.drain()
+        return refusal + await reader.read()
+
+    answer = ask(talk)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 2  # the document's `expected` is one of them
+
+
 def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.Connection, "_watch_idle", _at_once)
     assert ask(say(b"GET /livez HT")) == b""
