@@ -190,10 +190,11 @@ class DirectReads:
                 return None
             if ids is None:
                 spot = pool.spot(tenant, session_id, position, count, epoch)
-            elif (tenant, session_id) in batch.appended:
-                return None  # the ids of another ask lie where these would
             else:
-                batch.appended.add((tenant, session_id))
+                name = tenant, session_id
+                if name in batch.appended:
+                    return None  # the ids of another ask lie where these would
+                batch.appended.add(name)
                 own = ids[at : at + count]
                 spot = pool.spot_behind(tenant, session_id, position, own, epoch)
             if spot is None:

@@ -1283,13 +1283,6 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_any_push_and_read_after_any_program",
     ),
     fault(
-        "direct-append-past-the-room-for-ids",
-        "engram_core/sessions.py",
-        "        if not self.has_room(len(ids)):\n",
-        "        if self.held_tokens < 0:\n",
-        "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
-    ),
-    fault(
         "direct-append-under-any-epoch",
         "engram_core/sessions.py",
         " or present != (opened if epoch == EPOCH_OPENED else epoch):\n",
@@ -1320,8 +1313,8 @@ FAULTS = (
     fault(
         "one-session-pushed-to-twice-by-a-few-segments",
         "engram_core/direct.py",
-        "            elif (tenant, session_id) in batch.appended:\n",
-        "            elif batch.appended is None:\n",
+        "                if name in batch.appended:\n",
+        "                if batch.appended is None:\n",
         "tests/service/test_step_at_once.py"
         "::test_a_few_segments_that_are_unusual_are_answered_as_ever",
     ),
@@ -1374,6 +1367,29 @@ FAULTS = (
         "pool.has_room(batch.num_appended + num_tokens)",
         "pool.has_room(num_tokens)",
         "tests/laws/test_direct_reads.py::test_a_turn_keeps_to_the_room_for_ids",
+    ),
+    fault(
+        "direct-append-past-the-room-for-ids",
+        "engram_core/direct.py",
+        "            if not pool.has_room(batch.num_appended + num_tokens):\n",
+        "            if num_tokens < 0:\n",
+        "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
+    ),
+    fault(
+        "gates-apart-not-waited-for",
+        "engram_core/backends/cuda_near.py",
+        "        near.projector.wait()\n        return True",
+        "        return True",
+        "tests/unit/test_cuda_calls.py"
+        "::test_residuals_that_lie_apart_are_gated_by_a_launch_each_and_one_wait",
+    ),
+    fault(
+        "gates-apart-of-kv-that-a-lane-writes",
+        "engram_core/backends/cuda_near.py",
+        "        if count > INLINE_TOKENS or not near.is_there(self._places[:count]):\n",
+        "        if count > INLINE_TOKENS:\n",
+        "tests/unit/test_cuda_calls.py"
+        "::test_residuals_that_lie_apart_are_gated_by_a_launch_each_and_one_wait",
     ),
     fault(
         "what-cannot-be-made-together-is-not-made-in-parts",
