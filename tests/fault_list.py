@@ -995,6 +995,20 @@ FAULTS = (
         "tests/unit/test_engine.py",
     ),
     fault(
+        "400-in-the-place-of-an-answer",
+        "service/transport.py",
+        "waits=_is_owed(self._running) or _is_owed(self._exchange))",
+        "waits=False)",
+        "tests/service/test_transport.py",
+    ),
+    fault(
+        "a-failed-backend-told-in-its-words",
+        "service/desk.py",
+        'problems.SECRET_FAULT if code == "internal" else refusal',
+        "refusal",
+        "tests/service/test_life.py",
+    ),
+    fault(
         "client-sends-a-push-whose-answer-has-no-room",
         "engram_client/protocol.py",
         "                facts.check_out(options.output, out, stored=options.stored)\n",
