@@ -481,6 +481,7 @@ def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatc
         lease = use(store, *range(first, first + 10))
         start = first % 20
         assert lease.slots.tolist() == list(range(start, start + 10))
+    assert store.counters.evicted == 20  # no more than was needed
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
