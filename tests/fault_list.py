@@ -278,11 +278,25 @@ FAULTS = (
         "tests/unit/test_beside.py::test_small_reads_do_not_wait_for_a_prefill",
     ),
     fault(
+        "prefill-on-the-lane-of-small-reads",
+        "engram_core/beside.py",
+        "    return len(job.read) <= READ_TOKENS and job.read.windows is not None\n",
+        "    return job.read.windows is not None\n",
+        "tests/unit/test_beside.py::test_what_is_large_or_of_given_hash_ids_is_for_the_kv_lane",
+    ),
+    fault(
         "kv-lane-leaves-no-slots-to-the-one-beside-it",
         "engram_core/scheduler.py",
         "            num_slots -= BESIDE_TOKENS\n",
         "            num_slots -= 0\n",
         "tests/unit/test_beside.py::test_batches_of_both_lanes_fit_a_small_store",
+    ),
+    fault(
+        "lane-computes-with-the-asking-threads-count",
+        "engram_core/lanes.py",
+        "            torch.get_num_threads()\n",
+        "",
+        "tests/unit/test_beside.py::test_lanes_share_the_cores_that_are_left",
     ),
     fault(
         "lanes-share-a-workspace",
