@@ -255,26 +255,31 @@ class Bench:
 
             calls = {"hit": (hit, x), "fresh": (fresh, x)}
             calls |= {"hit, host memory": (hit, y), "fresh, host memory": (fresh, y)}
-            for name, (of, residual) in calls.items():
-                call = partial(of, residual)
-                alone, beside = Turns(call=call), Turns(call=call)
-                alone.take(int(6000 * self.scale))
-                run = [sys.executable, __file__, "--prefill", self.served.urls["unix"]]
-                run.append(str(max(2.0, 4 * self.scale)))
-                with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as other:
-                    assert other.stdout is not None
-                    assert other.stdout.readline() == "prefilling\n"
-                    while other.poll() is None:
+            run = [sys.executable, __file__, "--prefill", self.served.urls["unix"]]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            with (
+                subprocess.Popen(run, text=True, **pipes) as other,
+                ThreadPoolExecutor(1) as pool,
+            ):
+                assert other.stdout.readline() == "ready\n"  # type: ignore[union-attr]
+                for name, (of, residual) in calls.items():
+                    call = partial(of, residual)
+                    alone, beside = Turns(call=call), Turns(call=call)
+                    alone.take(int(6000 * self.scale))
+                    other.stdin.write(f"{max(2.0, 4 * self.scale)}\n")  # type: ignore[union-attr]
+                    other.stdin.flush()  # type: ignore[union-attr]
+                    said = pool.submit(other.stdout.readline)  # type: ignore[union-attr]
+                    while not said.done():
                         beside.take(20)
-                    rest = other.stdout.read()
-                one, two = quantiles(alone.times["call"]), quantiles(beside.times["call"])
-                found[name] = {
-                    "idle": one,
-                    "beside_prefill": two,
-                    "p99_ratio": round(two["p99"] / one["p99"], 2),
-                    "calls_beside": len(beside.times["call"]),
-                    "prefill_ms": float(rest),
-                }
+                    one, two = quantiles(alone.times["call"]), quantiles(beside.times["call"])
+                    found[name] = {
+                        "idle": one,
+                        "beside_prefill": two,
+                        "p99_ratio": round(two["p99"] / one["p99"], 2),
+                        "calls_beside": len(beside.times["call"]),
+                        "prefill_ms": float(said.result()),
+                    }
+                other.stdin.close()  # type: ignore[union-attr]
         return found
 
     def runner(self) -> list[dict[str, Any]]:
@@ -408,26 +413,27 @@ def run_worker(url: str, connections: int, sequences: int, seconds: float) -> No
     print(sum(done) / (time.perf_counter() - begin))
 
 
-def run_prefill(url: str, seconds: float) -> None:
-    """Prefill 8,192 fresh tokens again and again; says the median ms of one."""
+def run_prefill(url: str) -> None:
+    """Prefill 8,192 fresh tokens again and again, for as many seconds as each line of the standard
+    input says; says the median ms of one."""
     rng = np.random.default_rng(os.getpid())
-    times = []
     with EngramClient(url) as client:
         info = client.info()
         geometry = info["geometry"]
         x = np.ones((PREFILL, geometry["hc_mult"], geometry["dim"]), ml_dtypes.bfloat16)
         vocabulary = min(90_000, info["hash"]["vocab_size"])
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            session = client.open_session()
-            segment = Segment(session, token_ids=rng.integers(0, vocabulary, PREFILL))
-            if not times:
-                print("prefilling", flush=True)
-            begin = time.perf_counter()
-            client.step([segment], tuple(geometry["layer_ids"][:1]), residual=x, out=x)
-            times.append(time.perf_counter() - begin)
-            session.close()
-    print(median(times) * 1e3)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            times = list[float]()
+            until = time.perf_counter() + float(line)
+            while time.perf_counter() < until:
+                session = client.open_session()
+                segment = Segment(session, token_ids=rng.integers(0, vocabulary, PREFILL))
+                begin = time.perf_counter()
+                client.step([segment], tuple(geometry["layer_ids"][:1]), residual=x, out=x)
+                times.append(time.perf_counter() - begin)
+                session.close()
+            print(median(times) * 1e3, flush=True)
 
 
 def print_all(found: dict[str, Any]) -> None:
@@ -500,14 +506,14 @@ def main() -> None:
     parser.add_argument("--lanes", action="store_true", help="also: see serving_on_lanes")
     parser.add_argument("--parts", default="latency,one_sequence,throughput,prefill,runner")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--prefill", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--prefill", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         url, connections, sequences, seconds = arguments.worker
         run_worker(url, int(connections), int(sequences), float(seconds))
         return
     if arguments.prefill:
-        run_prefill(arguments.prefill[0], float(arguments.prefill[1]))
+        run_prefill(arguments.prefill)
         return
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="eg", dir=arguments.folder) as name:

@@ -85,17 +85,27 @@ class DirectReads:
             (ask,) = asks
             if len(ask.segments) == 1 and ask.token_ids is None:
                 return [self._read(ask, number(ask.tenant))]
-            return self._batch(ask.layer_index, asks, number) or [None]
+            return self._together(ask.layer_index, asks, number)
         found: list[Answer | None] = [None] * len(asks)
         for layer_index, places in _batches(asks):
-            answers = self._batch(layer_index, [asks[place] for place in places], number)
-            if answers is None and len(places) > 1:  # one of them would take long; not all, maybe
-                answers = []
-                for place in places:
-                    answers += self._batch(layer_index, [asks[place]], number) or [None]
-            for place, answer in zip(places, answers or (), strict=False):
+            answers = self._together(layer_index, [asks[place] for place in places], number)
+            for place, answer in zip(places, answers, strict=True):
                 found[place] = answer
         return found
+
+    def _together(
+        self, layer_index: int, asks: Sequence[Ask], number: Callable[[str], int]
+    ) -> list[Answer | None]:
+        """Answer asks of one layer in one batch, or in smaller ones: a few may be made now where
+        many would take long."""
+        answers = self._batch(layer_index, asks, number)
+        if answers is not None:
+            return answers
+        half = len(asks) // 2
+        if not half:
+            return [None]
+        first = self._together(layer_index, asks[:half], number)
+        return first + self._together(layer_index, asks[half:], number)
 
     def _read(self, ask: Ask, number: int) -> Answer | None:
         """As `_batch`, of one read of one session: what runners ask for most, in half the time."""
@@ -180,10 +190,11 @@ class DirectReads:
                 return None
             if ids is None:
                 spot = pool.spot(tenant, session_id, position, count, epoch)
-            elif (tenant, session_id) in batch.appended:
-                return None  # the ids of another ask lie where these would
             else:
-                batch.appended.add((tenant, session_id))
+                name = tenant, session_id
+                if name in batch.appended:
+                    return None  # the ids of another ask lie where these would
+                batch.appended.add(name)
                 own = ids[at : at + count]
                 spot = pool.spot_behind(tenant, session_id, position, own, epoch)
             if spot is None:

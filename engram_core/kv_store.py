@@ -23,11 +23,18 @@ from engram_core.pages import Ints
 Fill = Callable[[list[int], list[int]], bool]
 """Called with slots and the tokens they are for; False: nothing was done."""
 
-_AT_ONCE = 256
-"""Keys that `acquire` looks up or makes before it lets others have the lock: some 100 us."""
+_AT_ONCE = 64
+"""Keys that `acquire` looks up or makes before it lets others have the interpreter and the lock:
+some 30 us, three times as long where it has not run for a while."""
 
-_PAUSE_S = 50e-6
-"""How long it sleeps then; without, it would have the lock again before anybody wakes."""
+_WHOLE = 256
+"""Up to here it does so without a pause."""
+
+_PAUSE_S = 20e-6
+"""How long it sleeps then; without, it would have both again before anybody wakes."""
+
+_BUSY_S = 5e-3
+"""A thread that was in a hurry so lately will be again: it finds the interpreter free."""
 
 _FEW = 16
 """Up to here entries are changed one by one: an array of a few takes longer than they do."""
@@ -102,6 +109,7 @@ class KvStore:
         self._queued_at = np.empty(0, dtype=np.int64)
         self.lock = threading.Lock()
         self._num_urgent = 0  # of one thread, the asking one
+        self._urgent_s = float("-inf")  # when it was so last
         self._num_others = 0  # times that threads beside the lane have made entries
 
     def __len__(self) -> int:
@@ -118,7 +126,8 @@ class KvStore:
         Raises: MemoryError if more slots are pinned than the batch leaves room for.
         """
         keys: list[bytes] = []
-        slots = np.empty(len(windows), dtype=np.int64)
+        whole = _whole_keys(layer_index, tenants, windows)
+        slots = np.full(len(windows), -1, dtype=np.int64)
         pinned: set[int] = set()
         made: list[int] = []
         token_of: dict[bytes, int] = {}  # of each absent window, its first token
@@ -127,18 +136,22 @@ class KvStore:
         try:
             # Hits are pinned before anything is evicted for the others.
             for part in self._in_turns(len(windows)):
-                some = keys_of(layer_index, tenants[part], windows[part])
+                some: list[bytes] = whole[part].tolist()
                 with self.lock:
                     if not part.start:
                         self._now += 1
                     found = list(map(self._slot_of.get, some, repeat(-1)))
-                    self._pin_hits(found, pinned)
+                    num_absent = found.count(-1)
+                    if num_absent < len(found):
+                        self._pin_hits(found, pinned)
                 keys += some
-                slots[part] = found
-                absent = [token for token, slot in enumerate(found, part.start) if slot < 0]
-                for token in absent:
-                    token_of.setdefault(keys[token], token)
-                num_missing += len(absent)
+                absent: Iterable[int] = range(part.start, part.stop)
+                if num_absent < len(found):
+                    slots[part] = found
+                    absent = [token for token, slot in zip(absent, found, strict=True) if slot < 0]
+                    some = [keys[token] for token in absent]
+                deque(map(token_of.setdefault, some, absent), maxlen=0)
+                num_missing += num_absent
             self._queue_ahead(len(token_of))
             missing = list(token_of)
             for part in self._in_turns(len(missing)):
@@ -146,7 +159,7 @@ class KvStore:
                 with self.lock:
                     if self._num_others != num_others:
                         some = self._found_since(some, pinned)
-                    self._insert(some, made)
+                    self._insert(some, made, len(missing) - part.start)
                 computed += map(token_of.__getitem__, some)
         except MemoryError:
             with self.lock:
@@ -166,6 +179,7 @@ class KvStore:
 
     def lock_urgently(self) -> None:
         """Take `lock` as `urgently` does; whoever does releases it."""
+        self._urgent_s = time.monotonic()
         self._num_urgent += 1
         try:
             self.lock.acquire()
@@ -287,25 +301,37 @@ class KvStore:
         return [slot_of[key] for key in keys]
 
     def _in_turns(self, count: int) -> Iterator[slice]:
-        """Cut so many into parts; urgent work goes between two."""
-        for start in range(0, count, _AT_ONCE):
-            while start and self._num_urgent:
-                time.sleep(_PAUSE_S)
-            yield slice(start, min(start + _AT_ONCE, count))
+        """Cut so many into parts; who is in a hurry goes between two."""
+        size = count if count <= _WHOLE else _AT_ONCE
+        for start in range(0, count, size or 1):
+            if start:
+                self._give_way()
+            yield slice(start, min(start + size, count))
+
+    def _give_way(self) -> None:
+        """Let a thread in a hurry go on, one that waits now or may come soon."""
+        if self._num_urgent or time.monotonic() - self._urgent_s < _BUSY_S:
+            time.sleep(_PAUSE_S)
+        while self._num_urgent:
+            time.sleep(_PAUSE_S)
 
     def _found_since(self, keys: list[bytes], pinned: set[int]) -> list[bytes]:
         """Pin what another thread has made since it was looked for; returns what is missing."""
         self._pin_hits([self._slot_of[key] for key in keys if key in self._slot_of], pinned)
         return [key for key in keys if key not in self._slot_of]
 
-    def _insert(self, keys: list[bytes], made: list[int]) -> None:
-        """Make and pin entries for distinct keys; their slots are added to `made`."""
-        fresh = self._take(len(keys))
+    def _insert(self, keys: list[bytes], made: list[int], num_left: int) -> None:
+        """Make and pin entries for distinct keys; their slots are added to `made`.
+
+        num_left: entries that the batch has still to make at most, these included
+        """
+        fresh = self._take(len(keys), min(num_left, _WHOLE))
         made += fresh
         self._slot_of.update(zip(keys, fresh, strict=True))
+        places = np.array(fresh, dtype=np.int64)
         # Through an object array: a list of bytes would become an S array and lose its zeros.
-        self._key_of[fresh] = np.fromiter(keys, dtype=object, count=len(keys))
-        self._pin(np.array(fresh, dtype=np.int64))
+        self._key_of[places] = np.fromiter(keys, dtype=object, count=len(keys))
+        self._pin(places)
 
     def _pin_hits(self, slots: Iterable[int], pinned: set[int]) -> None:
         """Pin the slots that a lease has not pinned yet; -1 is none."""
@@ -410,14 +436,16 @@ class KvStore:
         self._pins[slots] += 1
         self._stamps[slots] = self._now
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, soon: int = 0) -> list[int]:
         """Take free slots, evicting what was not used for longest.
 
         In the order in which they were freed, ascending ones at first: the kv of a batch whose
         slots follow each other is computed where it belongs.
+
+        soon: how many are taken soon, these included: they are evicted at once
         """
         if count > len(self._free):
-            self._evict(count - len(self._free))
+            self._evict(count - len(self._free), soon - len(self._free))
         start = len(self._free) - count
         taken = self._free[start:]
         del self._free[start:]
@@ -428,8 +456,8 @@ class KvStore:
         """Take slots back that hold nothing; what was freed last is taken first."""
         self._free += reversed(slots)
 
-    def _evict(self, count: int) -> None:
-        """Free at least `count` slots.
+    def _evict(self, count: int, wanted: int) -> None:
+        """Free at least `count` slots, `wanted` if that is easy.
 
         The queue holds the least recently used slots at the time it was made, oldest first. What
         was used since is skipped, and everything outside is younger: eviction order is exact.
@@ -437,14 +465,16 @@ class KvStore:
         while count > 0:
             if not len(self._queue):
                 self._queue, self._queued_at = self._least_recent(count)
-            slots, stamps = self._queue[:count], self._queued_at[:count]
-            self._queue, self._queued_at = self._queue[count:], self._queued_at[count:]
+            size = max(count, wanted)
+            slots, stamps = self._queue[:size], self._queued_at[:size]
+            self._queue, self._queued_at = self._queue[size:], self._queued_at[size:]
             victims = slots
             if len(slots) > 1 or self._stamps[slots[0]] != stamps[0] or self._pins[slots[0]]:
                 victims = slots[(self._stamps[slots] == stamps) & (self._pins[slots] == 0)]
             self._forget(victims)
             self.counters.evicted += len(victims)
             count -= len(victims)
+            wanted -= len(victims)
 
     def _queue_ahead(self, count: int) -> None:
         """Queue what may have to be evicted for so many, before `lock` is held: that takes long.
@@ -493,9 +523,14 @@ class KvStore:
 
 def keys_of(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> list[bytes]:
     """One key a token: tenant, layer and window, whole."""
+    keys: list[bytes] = _whole_keys(layer_index, tenants, windows).tolist()
+    return keys
+
+
+def _whole_keys(layer_index: int, tenants: Ints, windows: NDArray[np.int32]) -> NDArray[np.void]:
+    """The same, not yet a list."""
     fields = np.empty((len(windows), windows.shape[1] + 2), dtype=np.int32)
     fields[:, 0] = tenants
     fields[:, 1] = layer_index
     fields[:, 2:] = windows
-    keys: list[bytes] = fields.view(f"V{fields.shape[1] * 4}").ravel().tolist()
-    return keys
+    return fields.view(f"V{fields.shape[1] * 4}").ravel()

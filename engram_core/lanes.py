@@ -34,6 +34,8 @@ class Lane:
     classes: the most urgent first; a batch comes from the first that has one
     run: runs one batch; its exception ends the lane
     on_failure: told that exception and the batch, on the lane's thread
+    num_threads: that torch may use for it; None: as many as it is set to when the lane computes
+        for the first time
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Lane:
         classes: Sequence[Class],
         run: Callable[[list[Piece]], None],
         on_failure: Callable[[BaseException, list[Piece]], None],
+        *,
+        num_threads: int | None = None,
     ) -> None:
         self._classes = classes
         self._run = run
@@ -49,8 +53,7 @@ class Lane:
         self._changed = threading.Condition()
         self._running_since: float | None = None
         self._is_closed = False
-        # torch keeps this for each thread, and a new one begins with what was set last anywhere.
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = num_threads
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -117,7 +120,10 @@ class Lane:
             return []
 
     def _loop(self) -> None:
-        torch.set_num_threads(self._num_threads)
+        if self._num_threads is not None:
+            # Asked first: torch sets what it says here when a thread uses it for the first time.
+            torch.get_num_threads()
+            torch.set_num_threads(self._num_threads)
         while batch := self._next_batch():
             try:
                 self._run(batch)

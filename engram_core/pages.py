@@ -106,7 +106,10 @@ class PagedIds:
         """Write a few ids of one row, all in one page that it has."""
         at = int(self._starts[row * self.pages_per_row + (position >> _SHIFT)])
         at += position & (PAGE - 1)
-        self._ids[at : at + len(ids)] = ids
+        if len(ids) == 1:
+            self._ids[at] = ids[0]
+        else:
+            self._ids[at : at + len(ids)] = ids
 
     def copy(self, source: int, target: int, pages: range) -> None:
         """Copy whole pages of a row to the pages another row has at the same positions."""

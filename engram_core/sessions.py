@@ -264,7 +264,7 @@ class SessionPool:
         """Judge one push as `push` does, if it is a plain append and needs no page; else None.
 
         Nothing is changed: ids are written where nobody reads them before `append`. The spot is as
-        it is afterwards.
+        it is afterwards. There is room for the ids (`has_room`).
 
         ids: compressed; epoch: EPOCH_OPENED = left out
         """
@@ -276,8 +276,6 @@ class SessionPool:
         if position != length or present != (opened if epoch == EPOCH_OPENED else epoch):
             return None
         if not length or (length - 1) // PAGE != (end - 1) // PAGE or end > MAX_POSITIONS:
-            return None
-        if not self.has_room(len(ids)):
             return None
         self._ids.write_few(row, length, ids)
         return self._spot(row, end, base, present)

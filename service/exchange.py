@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -28,8 +29,8 @@ from service.landing import ALIGNMENT, Landing
 from service.problems import RequestTimeout
 from service.reads import TensorRead, note
 from service.shm import Connection
-from service.state import ServiceState
-from service.turn import Told, Turn
+from service.state import Model, ServiceState
+from service.turn import AT_ONCE_BYTES, Told, Turn
 
 JOIN_BYTES = 64 << 10
 """What of an answer is copied behind its head, up to this size: cheaper than a second buffer."""
@@ -150,8 +151,7 @@ class Exchanges:
             find_shared(call)
             buffer = call.shared_body()
             if buffer is None and num_bytes > LANDED_BYTES:
-                line.pad = -came.begin % ALIGNMENT
-                landed = buffer = self.landing.keep(came.data, came.begin, num_bytes)
+                landed = buffer = self._land(line, came)
             if landed is not None:
                 call.lease.add(num_bytes, "the body")
             if buffer is None:
@@ -165,6 +165,24 @@ class Exchanges:
         body = memoryview(came.data)[came.begin :]
         line.begin(exchange, body, is_there=landed is not None)
         return True
+
+    def place(
+        self, line: Line, model: Model, came: Came, begin: int, end: int
+    ) -> tuple[memoryview, int] | None:
+        """Return where the residual of a body that is all there is updated at once, its bytes
+        there, and the address; None: nowhere now. begin, end: of it in what came"""
+        if came.num_bytes <= AT_ONCE_BYTES:
+            return self.turn.put(model, memoryview(came.data)[begin:end])
+        body = self._land(line, came)
+        if body is None:
+            return None
+        residual = body[begin - came.begin : end - came.begin]
+        return residual, addressof(c_char.from_buffer(residual))
+
+    def _land(self, line: Line, came: Came) -> memoryview | None:
+        """Leave a body where it landed, if it can be; the next one like it can."""
+        line.pad = -came.begin % ALIGNMENT
+        return self.landing.keep(came.data, came.begin, came.num_bytes)
 
     def end(self, call: Call, code: str, status: int, headers: Headers, line: Line) -> None:
         """Count a request out. Its record is made in the next turn: uvloop writes before that."""

@@ -81,7 +81,7 @@ ENGINE: Mapping[str, EngineMetric] = {
     "kv_entries": _of("store_entries", "kv entries held.", is_gauge=True),
     "ahead_tokens": _of("ahead_tokens", "Token-layers worked ahead."),
     "ahead_dropped": _of("ahead_dropped", "Token-layers not worked ahead for want of room."),
-    "rows_gathered": _of("rows_gathered", "Table rows read."),
+    "rows_gathered": _of("rows_gathered", "Table rows read to be sent as rows; kv reads its own."),
     **_batches("kv"),
     **_batches("beside"),
     **_batches("near"),

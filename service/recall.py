@@ -29,6 +29,7 @@ from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call
 from service.desk import ANSWER_HEADERS, GONE, SHARED_ANSWER_HEADERS, AtOnce, Desk
 from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
+from service.landing import LANDING_BYTES
 from service.reads import ReadForm, SingleRead, TensorRead, described
 from service.shm import shared_of
 from service.state import ServiceState
@@ -124,7 +125,7 @@ class Recall:
         if shared is not None and call.shared is not None and call.shared.body is not None:
             where |= call.leave([call.shared.body])[0]
         elif call.shared is None:
-            is_placed = 0 < num_bytes <= AT_ONCE_BYTES
+            is_placed = 0 < num_bytes <= LANDING_BYTES
         timing = ANSWER_HEADERS if shared is None else SHARED_ANSWER_HEADERS
         told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
@@ -170,13 +171,14 @@ class Recall:
 
     def _take(self, asked: _Asked, data: Buffer, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
-        known, turn = asked.known, self._exchanges.turn
+        known, model = asked.known, asked.known.form.model
         if line.transport.get_write_buffer_size():
             return False
         if known.shared is not None:
             placed = _shared_body(known, known.shared, line)
         elif known.is_placed and known.pool.has_room(known.num_bytes):
-            placed = turn.put(known.form.model, memoryview(data)[asked.begin :])
+            came = Came(data, asked.begin, known.num_bytes)
+            placed = self._exchanges.place(line, model, came, asked.begin, len(data))
         else:
             return False
         if placed is None:
@@ -201,7 +203,7 @@ class Recall:
             if not self._begin(asked, again, line, answer):
                 line.parse(again)
 
-        turn.take(line, known.form.model.engine, ask, tell)
+        self._exchanges.turn.take(line, model.engine, ask, tell)
         return True
 
     def _tell(
@@ -217,7 +219,10 @@ class Recall:
         beginning = self._exchanges.begin_answer(200, line)
         if known.shared is None:
             head = known.answer % (*numbers, receive_s * 1e3, check_s * 1e3, gate_s * 1e3)
-            transport.write(b"".join((beginning, head, body)))
+            if len(body) <= AT_ONCE_BYTES:
+                transport.write(b"".join((beginning, head, body)))
+            else:
+                transport.writelines([beginning + head, body])
         else:
             transport.write(beginning + known.answer % (*numbers, check_s * 1e3, gate_s * 1e3))
         line.answered(known.key.name)

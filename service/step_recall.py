@@ -23,6 +23,7 @@ from service.bodies import Buffer, Headers, Inbox
 from service.calls import Call
 from service.desk import ANSWER_HEADERS, GONE, AtOnce, Desk
 from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
+from service.landing import LANDING_BYTES
 from service.reads import StepRead, TensorRead
 from service.recall import END, HEAD_BYTES, MAX_KNOWN, PLAIN, headers_of
 from service.state import Model, ServiceState
@@ -90,7 +91,7 @@ class StepRecall:
             return  # the parser saw something else in these bytes: they are not looked up
         num_bytes = call.inbox.length or 0
         is_placed = read.options.output is Output.RESIDUAL and call.shared is None
-        is_placed &= 0 < num_bytes <= AT_ONCE_BYTES
+        is_placed &= 0 < num_bytes <= LANDING_BYTES
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[line.is_unix, first + block] = _Known(
@@ -107,19 +108,19 @@ class StepRecall:
     def _take(self, known: _Known, data: Buffer, begin: int, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
         model, options = known.model, known.options
-        geometry, turn = model.checkpoint.geometry, self._exchanges.turn
+        geometry, exchanges = model.checkpoint.geometry, self._exchanges
         if not known.is_placed or line.transport.get_write_buffer_size():
             return False
         body = memoryview(data)[begin:]
         step = steps.plain_step_of(body, options, geometry, model.limits.near_tokens)
         if step is None or not self._state.pool.has_room(known.num_bytes):
             return False
-        placed = turn.put(model, step.residual)
+        at, end = begin + step.begin, begin + step.begin + len(step.residual)
+        placed = exchanges.place(line, model, Came(data, begin, known.num_bytes), at, end)
         if placed is None:
             return False
         residual, address = placed
-        at = begin + step.begin
-        before, after = bytes(data[:at]), bytes(data[at + len(residual) :])
+        before, after = bytes(data[:at]), bytes(data[end:])
         received_s = perf_counter()
         ask = Ask(
             known.key.name,
@@ -139,7 +140,7 @@ class StepRecall:
             if not self._begin(known, again, begin, line, answer):
                 line.parse(again)
 
-        turn.take(line, model.engine, ask, tell)
+        exchanges.turn.take(line, model.engine, ask, tell)
         return True
 
     def _tell(
@@ -160,7 +161,11 @@ class StepRecall:
             getrandbits(64), receive_s * 1e3, check_s * 1e3, gate_s * 1e3,
         )  # fmt: skip
         beginning = self._exchanges.begin_answer(200, line)
-        transport.write(b"".join((beginning, _answer_lines(num_bytes), timing, *buffers)))
+        head = beginning, _answer_lines(num_bytes), timing
+        if num_bytes <= AT_ONCE_BYTES:
+            transport.write(b"".join((*head, *buffers)))
+        else:
+            transport.writelines([b"".join(head), *buffers])
         line.answered(known.key.name)
         sent_s = perf_counter()
         seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s

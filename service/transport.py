@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from engram_client import wire
 from engram_core.errors import BadRequest
 from service import problems
-from service.bodies import CONNECTION, ClientGoneError, Headers
+from service.bodies import CONNECTION, READ_ON_S, ClientGoneError, Headers
 from service.exchange import JOIN_BYTES, Exchange, Head
 from service.fast_path import FastPath
 from service.landing import Landing
@@ -149,10 +149,13 @@ class Connection(HttpToolsProtocol):
     _running: Any = None  # uvicorn's cycle of the request that is answered now
     _is_asked = True
     _is_between = True  # the parser has not begun a request that it has not ended
+    _is_head_whole = False  # of the request that the parser has begun last
     _head_bytes = 0
     _first = b""  # a packet that begins with the head that is parsed now
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
+    _refusal = b""  # of what is no HTTP, told when what was asked before it is answered
+    _is_told = False
 
     @property
     def default_headers(self) -> Headers:
@@ -241,6 +244,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
         self._end_turn()
+        if self._refusal and self.scheme != "https":
+            return not self._is_told
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -250,13 +255,16 @@ class Connection(HttpToolsProtocol):
     def came(self, data: memoryview) -> None:
         """Take what landed: nothing of it may be looked at later, but what is kept."""
         self._end_turn()
+        if self._refusal:
+            return  # nobody knows where the next request would begin
         is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
         if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
             self.parse(bytes(data))
 
     def data_received(self, data: bytes) -> None:
         """Take what came, where there is no fast path."""
-        self.parse(data)
+        if not self._refusal:
+            self.parse(data)
 
     def parse(self, data: bytes) -> None:
         """Take what came as llhttp reads it."""
@@ -270,12 +278,14 @@ class Connection(HttpToolsProtocol):
         self._packet = self._first = b""
         if self.transport.is_closing():
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response(f"the head is longer than {MAX_HEAD_BYTES} bytes")
+        if self._head_bytes > MAX_HEAD_BYTES and not self._refusal:
+            self._refuse_head()
         elif self._exchange is not None and not self._is_asked:
             self._ask(self._exchange)
-        elif self.timeout_keep_alive_task is None and (
-            self.cycle is None or self.cycle.response_complete
+        elif (
+            not self._refusal
+            and self.timeout_keep_alive_task is None
+            and (self.cycle is None or self.cycle.response_complete)
         ):
             self._watch_idle()
 
@@ -297,12 +307,13 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_between = False
+        self._is_between = self._is_head_whole = False
         self._head_bytes = 0
         scope: Any = self.scope
         scope["extensions"] = {CONNECTION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
+        self._is_head_whole = True
         if self.parser.should_upgrade() and self._has_body():
             # The parser would skip the body, and take what comes of it for the next request.
             raise BadRequest("a request with a body cannot ask for another protocol")
@@ -321,6 +332,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
+        if self._refusal and not _is_owed(self._running):
+            self.pipeline.clear()
+            self.server_state.total_requests += 1
+            self._tell_refusal()
+            return
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -424,11 +440,37 @@ class Connection(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, as a problem document."""
+        """Refuse what is no HTTP, as a problem document, behind what is still to be answered: a 400
+        in the place of an earlier request's answer would say that it has changed nothing."""
+        self._refuse(msg, waits=_is_owed(self._running) or _is_owed(self._exchange))
+
+    def _refuse_head(self) -> None:
+        """Refuse a head that is too long, also where it is whole: its request is not begun."""
+        waits = _is_owed(self._running) or _is_owed(self._exchange)
+        if self._is_head_whole and self.pipeline:
+            self.pipeline.popleft()
+        elif self._is_head_whole:
+            waits = False
+        self._refuse(f"the head is longer than {MAX_HEAD_BYTES} bytes", waits=waits)
+
+    def _refuse(self, msg: str, *, waits: bool) -> None:
         _, headers, body = problems.encode(BadRequest(msg, expected="HTTP/1.1"))
         lines = [b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in headers)]
-        self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", body]))
-        self.transport.close()
+        self._refusal = b"\r\n".join([*lines, b"connection: close", b"", body])
+        if not waits:
+            self._tell_refusal()
+
+    def _tell_refusal(self) -> None:
+        """End with a refusal. What still comes is read on for a moment: closed at once, the peer's
+        bytes that nobody read would take our answers with them."""
+        self._is_told = True
+        self.transport.write(self._refusal)
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(READ_ON_S, self.transport.close)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""
@@ -453,3 +495,8 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive if seconds is None else seconds,
             self.timeout_keep_alive_handler,
         )
+
+
+def _is_owed(cycle: Any) -> bool:
+    """Whether a request has come whole and is not answered yet."""
+    return cycle is not None and not (cycle.more_body or cycle.response_complete)

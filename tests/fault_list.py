@@ -278,6 +278,13 @@ FAULTS = (
         "tests/unit/test_beside.py::test_small_reads_do_not_wait_for_a_prefill",
     ),
     fault(
+        "prefill-on-the-lane-of-small-reads",
+        "engram_core/beside.py",
+        "    return len(job.read) <= READ_TOKENS and job.read.windows is not None\n",
+        "    return job.read.windows is not None\n",
+        "tests/unit/test_beside.py::test_what_is_large_or_of_given_hash_ids_is_for_the_kv_lane",
+    ),
+    fault(
         "kv-lane-leaves-no-slots-to-the-one-beside-it",
         "engram_core/scheduler.py",
         "            num_slots -= BESIDE_TOKENS\n",
@@ -285,11 +292,42 @@ FAULTS = (
         "tests/unit/test_beside.py::test_batches_of_both_lanes_fit_a_small_store",
     ),
     fault(
+        "lane-computes-with-the-asking-threads-count",
+        "engram_core/lanes.py",
+        "            torch.get_num_threads()\n",
+        "",
+        "tests/unit/test_beside.py::test_lanes_share_the_cores_that_are_left",
+    ),
+    fault(
         "lanes-share-a-workspace",
         "engram_core/backends/projection.py",
-        "        return Projection(self.wkv, self.wkv.dtype, max_tokens)\n",
+        "        return Projection(self.wkv, self.wkv.dtype, max_tokens, self.cut)\n",
         "        return self\n",
         "tests/unit/test_reference_backend.py::test_a_projection_beside_another_has_its_own_memory",
+    ),
+    fault(
+        "products-of-any-size-where-bits-depend-on-it",
+        "engram_core/backends/projection.py",
+        "            for first in range(0, padded, self.cut.max_rows):\n",
+        "            for first in range(0, padded, PROJECT_TOKENS):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
+    ),
+    fault(
+        "products-by-any-number-of-threads",
+        "engram_core/backends/projection.py",
+        "        with _threads(self.cut.num_threads):\n",
+        "        with _threads(None):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
+    ),
+    fault(
+        "batches-compared-by-one-number-of-threads",
+        "engram_core/backends/projection.py",
+        "    for num_threads in sorted({1, torch.get_num_threads()}):\n",
+        "    for num_threads in (torch.get_num_threads(),):\n",
+        "tests/unit/test_reference_backend.py"
+        "::test_products_are_cut_so_that_bits_do_not_depend_on_the_batch",
     ),
     fault(
         "loan-takes-what-the-lane-is-making",
@@ -640,7 +678,7 @@ FAULTS = (
                 "(self._stamps[slots] == stamps) & (self._pins[slots] == 0)",
                 "self._stamps[slots] == stamps",
             ),
-            ("(self._stamps > 0) & (self._pins == 0)", "self._stamps > 0"),
+            ("(stamps > 0) & (self._pins == 0)", "stamps > 0"),
         ),
         (f"{STORE}::test_pinned_entries_are_never_evicted",),
     ),
@@ -971,6 +1009,20 @@ FAULTS = (
         "tests/unit/test_engine.py",
     ),
     fault(
+        "400-in-the-place-of-an-answer",
+        "service/transport.py",
+        "waits=_is_owed(self._running) or _is_owed(self._exchange))",
+        "waits=False)",
+        "tests/service/test_transport.py",
+    ),
+    fault(
+        "a-failed-backend-told-in-its-words",
+        "service/desk.py",
+        'problems.SECRET_FAULT if code == "internal" else refusal',
+        "refusal",
+        "tests/service/test_life.py",
+    ),
+    fault(
         "client-sends-a-push-whose-answer-has-no-room",
         "engram_client/protocol.py",
         "                facts.check_out(options.output, out, stored=options.stored)\n",
@@ -1215,6 +1267,14 @@ FAULTS = (
         "tests/unit/test_kv_store.py::test_urgent_work_goes_between_the_parts_of_a_large_batch",
     ),
     fault(
+        "large-batch-hurries-past-a-thread-that-answers",
+        "engram_core/kv_store.py",
+        "        if self._num_urgent or time.monotonic() - self._urgent_s < _BUSY_S:\n",
+        "        if self._num_urgent:\n",
+        "tests/unit/test_kv_store.py"
+        "::test_a_large_batch_pauses_only_where_a_thread_was_in_a_hurry_lately",
+    ),
+    fault(
         "pinned-twice-by-one-lease",
         "engram_core/kv_store.py",
         "        new = list(set(slots).difference(pinned, (-1,)))\n",
@@ -1265,13 +1325,6 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_any_push_and_read_after_any_program",
     ),
     fault(
-        "direct-append-past-the-room-for-ids",
-        "engram_core/sessions.py",
-        "        if not self.has_room(len(ids)):\n",
-        "        if self.held_tokens < 0:\n",
-        "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
-    ),
-    fault(
         "direct-append-under-any-epoch",
         "engram_core/sessions.py",
         " or present != (opened if epoch == EPOCH_OPENED else epoch):\n",
@@ -1302,8 +1355,8 @@ FAULTS = (
     fault(
         "one-session-pushed-to-twice-by-a-few-segments",
         "engram_core/direct.py",
-        "            elif (tenant, session_id) in batch.appended:\n",
-        "            elif batch.appended is None:\n",
+        "                if name in batch.appended:\n",
+        "                if batch.appended is None:\n",
         "tests/service/test_step_at_once.py"
         "::test_a_few_segments_that_are_unusual_are_answered_as_ever",
     ),
@@ -1346,8 +1399,8 @@ FAULTS = (
     fault(
         "large-bodies-land-askew",
         "service/exchange.py",
-        "                line.pad = -came.begin % ALIGNMENT\n",
-        "                line.pad = 0\n",
+        "        line.pad = -came.begin % ALIGNMENT\n",
+        "        line.pad = 0\n",
         f"{AT_ONCE}::test_a_large_body_like_the_last_one_is_received_where_it_landed",
     ),
     fault(
@@ -1358,11 +1411,34 @@ FAULTS = (
         "tests/laws/test_direct_reads.py::test_a_turn_keeps_to_the_room_for_ids",
     ),
     fault(
-        "what-cannot-be-made-together-is-not-made-alone",
+        "direct-append-past-the-room-for-ids",
         "engram_core/direct.py",
-        "if answers is None and len(places) > 1:",
-        "if answers is None and not places:",
-        "tests/laws/test_direct_reads.py::test_what_cannot_be_made_together_is_made_alone",
+        "            if not pool.has_room(batch.num_appended + num_tokens):\n",
+        "            if num_tokens < 0:\n",
+        "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
+    ),
+    fault(
+        "gates-apart-not-waited-for",
+        "engram_core/backends/cuda_near.py",
+        "        near.projector.wait()\n        return True",
+        "        return True",
+        "tests/unit/test_cuda_calls.py"
+        "::test_residuals_that_lie_apart_are_gated_by_a_launch_each_and_one_wait",
+    ),
+    fault(
+        "gates-apart-of-kv-that-a-lane-writes",
+        "engram_core/backends/cuda_near.py",
+        "        if count > INLINE_TOKENS or not near.is_there(self._places[:count]):\n",
+        "        if count > INLINE_TOKENS:\n",
+        "tests/unit/test_cuda_calls.py"
+        "::test_residuals_that_lie_apart_are_gated_by_a_launch_each_and_one_wait",
+    ),
+    fault(
+        "what-cannot-be-made-together-is-not-made-in-parts",
+        "engram_core/direct.py",
+        "        if not half:\n            return [None]\n",
+        "        if half >= 0:\n            return [None] * len(asks)\n",
+        "tests/laws/test_direct_reads.py::test_what_cannot_be_made_together_is_made_in_parts",
     ),
     fault(
         "residuals-apart-gated-as-one",

@@ -218,6 +218,8 @@ class NearKeys:
         if not 0 < count <= self.max_tokens - first or self._run_keys(self._to_keys):
             raise Internal(f"positions {position}..{position + count - 1} of a session")
         view = self._view
+        if count == 1:
+            return [bytes(view[begin : begin + width])]
         return [bytes(view[i : i + width]) for i in range(begin, begin + count * width, width)]
 
     def dead(self, count: int) -> bytes:

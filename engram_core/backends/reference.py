@@ -69,7 +69,7 @@ class ReferenceBackend:
         self.near_reads: Sequence[NearRead] = near_reads(self._gates, hash_tables, self._kv)
         self.numerics: Mapping[str, str] = {
             "wkv": f"{str(dtype).removeprefix('torch.')} matrix product, one float32 accumulator "
-            "rounded once; inputs padded to 16 tokens; bits do not depend on the batch",
+            f"rounded once; {self._projections[0].cut.told}; bits do not depend on the batch",
             "gate": self._gates[0].numerics,
             "wkv_input": "e4m3 per 32 values" if any(self._requantize) else "bfloat16 rows",
         }

@@ -6,7 +6,12 @@ import torch
 
 from engram_core.backends.cpu import TokenGate
 from engram_core.backends.gate import sigmoid
-from engram_core.backends.projection import PROJECT_TOKENS, Projection, rounding_bound
+from engram_core.backends.projection import (
+    PROJECT_TOKENS,
+    Projection,
+    rounding_bound,
+    unequal_batch,
+)
 from engram_core.errors import SelfCheckFailed
 from engram_core.geometry import Geometry
 
@@ -27,9 +32,9 @@ def check_projection(project: Projection, generator: torch.Generator) -> None:
     """Compare bits over batch sizes, and values with float64. Raises: SelfCheckFailed."""
     in_features = project.wkv.shape[1]
     rows = torch.randn((PROJECT_TOKENS, in_features), generator=generator).to(torch.bfloat16)
-    whole = project(rows).clone()
-    for count in _CHECKED_TOKENS:
-        _require_equal("wkv", count, project(rows[-count:]), whole[-count:])
+    if (found := unequal_batch(project, rows)) is not None:
+        raise _depends_on_batch("wkv", *found)
+    whole = project(rows)
     x = rows[:_BOUND_TOKENS].double()
     wkv = project.wkv[:_BOUND_OUTPUTS].double()
     got = whole[:_BOUND_TOKENS, : len(wkv)].double()
@@ -56,12 +61,17 @@ def check_gate(gate: TokenGate, geometry: Geometry, generator: torch.Generator) 
 
 
 def _require_equal(what: str, count: int, got: torch.Tensor, expected: torch.Tensor) -> None:
-    unequal = got.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
+    bits = torch.int16 if got.element_size() == 2 else torch.int32
+    unequal = got.contiguous().view(bits) != expected.contiguous().view(bits)
     if unequal.any():
-        raise SelfCheckFailed(
-            f"{what}: {int(unequal.sum())} bytes of a batch of {count} differ from the same "
-            "values in a larger batch; expected 0. This CPU (or build of torch) is not supported",
-            expected=0,
-            got=int(unequal.sum()),
-            batch=count,
-        )
+        raise _depends_on_batch(what, count, int(unequal.sum()))
+
+
+def _depends_on_batch(what: str, count: int, num_unequal: int) -> SelfCheckFailed:
+    return SelfCheckFailed(
+        f"{what}: {num_unequal} values of a batch of {count} differ from the same values in a "
+        "larger batch; expected 0. This CPU (or build of torch) is not supported",
+        expected=0,
+        got=num_unequal,
+        batch=count,
+    )

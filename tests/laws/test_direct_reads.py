@@ -891,10 +891,10 @@ def test_a_turn_keeps_to_the_room_for_ids(backend: Backend, projecting: Projecti
 
 
 @pytest.mark.parametrize("num_slots", [None, 2])
-def test_what_cannot_be_made_together_is_made_alone(
+def test_what_cannot_be_made_together_is_made_in_parts(
     backend: Backend, projecting: ProjectingNear, num_slots: int | None
 ) -> None:
-    """A batch that finds no slots is tried again ask by ask."""
+    """A batch that finds no slots is tried again by halves."""
     reads = Reads(attached(backend))
     with reads.engine as engine:
         store = engine._scheduler.store
@@ -904,7 +904,7 @@ def test_what_cannot_be_made_together_is_made_alone(
         answers = engine.answer(asks)
         store.give_back(held)
         assert all(answer is not None for answer in answers)
-        assert [len(slots) for slots in projecting.begun] == ([1, 1, 1] if num_slots else [3])
+        assert [len(slots) for slots in projecting.begun] == ([1, 2] if num_slots else [3])
 
 
 def test_a_device_that_fails_in_a_turn_has_appended_nothing(

@@ -201,6 +201,7 @@ def test_two_threads_make_entries_and_each_finds_what_the_other_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_store, "_AT_ONCE", 16)
+    monkeypatch.setattr(kv_store, "_WHOLE", 16)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -212,7 +212,8 @@ def test_what_follows_in_its_packet_is_the_next_request(
 ) -> None:
     request = read(session_id)
     assert tell(after(request, request + LIVE, answers=2)).endswith(b'{"status":"alive"}')
-    assert tell(after(request, request + b"\x00" * 8)).startswith(b"HTTP/1.1 400 ")
+    both = tell(after(request, request + b"\x00" * 8, answers=2)).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in both] == [b"200", b"400"]
     assert seen.at_once == 1  # the first of the second connection
 
 
@@ -691,7 +692,8 @@ def test_no_tokens_in_shared_memory_are_answered_every_time(
 def landed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Large are bodies of more than 100 bytes: whether each was received where it landed."""
     monkeypatch.setattr(exchange, "LANDED_BYTES", 100)
-    monkeypatch.setattr(recall, "AT_ONCE_BYTES", 0)
+    for module in (exchange, recall):
+        monkeypatch.setattr(module, "AT_ONCE_BYTES", 100)
     found: list[bool] = []
     keep = Landing.keep
 
@@ -727,9 +729,10 @@ def test_a_large_body_like_the_last_one_is_received_where_it_landed(
             return b""
 
         landed.clear()
+        seen.at_once = 0
         tell(talk)
         assert landed[-3:] == [True] * 3
-    assert seen.at_once == 0
+        assert seen.at_once >= 3 if cut == len(one) else not seen.at_once
 
 
 def test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs(

@@ -101,6 +101,51 @@ def test_what_is_no_good_http_is_a_problem_document(ask: Ask, request_: bytes) -
     assert b"connection: close" in answer
 
 
+@pytest.mark.parametrize("eof", [False, True])
+@pytest.mark.parametrize("behind", [b"", LIVE], ids=["alone", "pipelined"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"BLAH\r\n\r\n",
+        OPEN + b"Transfer-Encoding: chunked\r\n\r\nx\r\n",
+        b"GET /" + b"a" * (MAX_HEAD_BYTES + 1),
+        b"GET /livez HTTP/1.1\r\nX: " + b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n",
+    ],
+    ids=["no-http", "no-chunk", "long-url", "long-head"],
+)
+def test_what_was_asked_before_is_answered_before_what_is_no_http(
+    ask: Ask, broken: bytes, behind: bytes, eof: bool
+) -> None:
+    """A 400 in the place of its answer would say that it changed nothing."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(OPEN + b"Content-Length: 2\r\n\r\n{}" + behind + broken)
+        if eof:
+            writer.write_eof()
+        return await reader.read()
+
+    answers = ask(talk).split(b"HTTP/1.1 ")[1:]
+    expected = [b"201", *([b"200"] if behind else []), b"400"]
+    assert [answer[:3] for answer in answers] == expected
+
+
+def test_nothing_behind_what_is_no_http_is_taken_for_a_request(ask: Ask) -> None:
+    """What still comes is read on, so that the peer hears the refusal, and dropped."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(LIVE)
+        await read_answer(reader)
+        writer.write(b"BLAH\r\n\r\n")
+        refusal = await read_answer(reader)
+        writer.write(LIVE + bytes(1 << 20))
+        await writer.drain()
+        return refusal + await reader.read()
+
+    answer = ask(talk)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 2  # the document's `expected` is one of them
+
+
 def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.Connection, "_watch_idle", _at_once)
     assert ask(say(b"GET /livez HT")) == b""

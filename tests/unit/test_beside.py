@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,27 @@ def test_small_reads_do_not_wait_for_a_prefill() -> None:
         assert {n for _, n in projected_by(backend, KV_LANE)} == {128}
         counters = made.counters
         assert (counters["kv_batch_tokens"], counters["beside_batch_tokens"]) == (512, 66)
+
+
+def test_a_prefill_does_not_wait_for_small_reads() -> None:
+    backend = RecordingBackend(1024)
+    backend.project_beside = backend.project
+    made = Scheduler(backend, LIMITS)
+    try:
+        backend.hold(BESIDE)
+        smalls = [job(1, client=f"c{i}", start=i) for i in range(8)]
+        for each in smalls:
+            made.submit(each)
+        backend.wait_begun()
+        prefill = job(300, client="prefill", start=500)
+        made.submit(prefill)
+        wait(prefill)
+        assert is_right(prefill)
+        backend.resume()
+        wait(*smalls)
+    finally:
+        backend.resume()
+        made.close()
 
 
 def test_what_is_large_or_of_given_hash_ids_is_for_the_kv_lane() -> None:
@@ -182,6 +204,32 @@ def test_drain_and_close_wait_for_it() -> None:
     assert not any(lane._thread.is_alive() for lane in made.lanes)
 
 
+def test_lanes_share_the_cores_that_are_left() -> None:
+    """Whatever the asking thread has set for itself before a lane computes."""
+    backend, threads = RecordingBackend(1024), {}
+    project = backend.project
+
+    def count(*given: Any, **named: Any) -> None:
+        threads[threading.current_thread().name] = torch.get_num_threads()
+        project(*given, **named)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    backend.project, backend.project_beside = count, count  # type: ignore[method-assign]
+    made = Scheduler(backend, LIMITS)
+    try:
+        torch.set_num_threads(1)
+        jobs = job(1), job(100, client="b", start=50)
+        for each in jobs:
+            made.submit(each)
+        wait(*jobs)
+        assert threads == {KV_LANE: 3, BESIDE: 3}
+        assert torch.get_num_threads() == 1
+    finally:
+        made.close()
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("num_slots", "projects"), [(1024, False), (MAX_PINNED + 2 * BESIDE_TOKENS - 1, True)]
 )
@@ -203,7 +251,7 @@ def test_a_backend_of_one_thread_or_of_few_slots_has_no_such_lane(
 
 def test_bits_do_not_depend_on_the_lane(official_dir: Path) -> None:
     """Prefills and small reads of the same and of other windows, at the same time."""
-    backend = load(open_checkpoint(official_dir), num_slots=1024)
+    backend = load(open_checkpoint(official_dir), num_slots=600)  # fewer than there are windows
     sizes, rng = backend.geometry, np.random.default_rng(0)
     ids = rng.integers(0, 9, 700)
 

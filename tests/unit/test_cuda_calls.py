@@ -324,6 +324,23 @@ def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
     assert near.library.launches() == ["gate_host"] * 2
 
 
+def test_residuals_that_lie_apart_are_gated_by_a_launch_each_and_one_wait(near: Bench) -> None:
+    read, library, memory = near.backend.near_reads[0], near.library, near.backend.host_memory
+    pinned = [memory.tensor((40, 4, DIM), torch.float32) for _ in range(2)]
+    one, other = (each.data_ptr() for each in pinned)
+    plain = np.zeros((3, 4, DIM), np.float32).ctypes.data
+    library.launches()
+    assert read.gate([40] * 5, [(0, 2, one, True), (2, 3, other, False)])
+    assert library.calls[-1] == "event_wait"
+    assert library.launches() == ["gate", "gate"]
+    assert not read.gate([40] * 5, [(0, 2, one, True), (2, 3, plain, True)])
+    assert not read.gate([40] * 65, [(0, 40, one, True), (40, 25, other, True)])
+    near.backend.project(0, np.arange(65), windows=random_windows(65, seed=1))
+    library.launches()
+    assert not read.gate([1] * 5, [(0, 2, one, True), (2, 3, other, False)])  # a lane's kv
+    assert library.launches() == []
+
+
 def test_rows_on_disk_are_not_waited_for_by_the_asking_thread(bench: Bench) -> None:
     bench.backend.pin_in_flight(1 << 20)
     bench.backend.offer_near_reads()

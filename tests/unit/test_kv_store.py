@@ -253,12 +253,15 @@ def test_urgent_work_goes_between_the_parts_of_a_large_batch(
 ) -> None:
     """What it makes meanwhile is found, before it was looked for or since."""
     monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    monkeypatch.setattr(kv_store, "_WHOLE", 4)
     store = KvStore(30)
     store.fill(use(store, 7))
     found: list[Lease] = []
 
     def sleep(seconds: float) -> None:
         store._num_urgent = 0
+        if found:
+            return
         lease, asked = fill_now(store, 2, 10, 90, 7)
         assert asked == [[0, 1, 2]]
         assert lease is not None
@@ -362,6 +365,7 @@ def test_what_is_adopted_while_a_large_batch_is_acquired_is_found_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    monkeypatch.setattr(kv_store, "_WHOLE", 4)
     store = KvStore(30)
     loans: list[Loan] = []
 
@@ -385,6 +389,7 @@ def test_three_threads_read_only_what_is_filled_and_lose_no_slot(
 ) -> None:
     """A lane, one beside it and the asking one, twice as many windows as slots, some failures."""
     monkeypatch.setattr(kv_store, "_AT_ONCE", 16)
+    monkeypatch.setattr(kv_store, "_WHOLE", 16)
     store, memory = KvStore(150), np.zeros(150, dtype=np.int64)
     wrong: list[str] = []
 
@@ -447,14 +452,36 @@ def test_three_threads_read_only_what_is_filled_and_lose_no_slot(
     assert sorted([*store._free, *store._slot_of.values()]) == list(range(150))
 
 
+def test_a_large_batch_pauses_only_where_a_thread_was_in_a_hurry_lately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pauses = [100.0], list[float]()
+    monkeypatch.setattr(kv_store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(kv_store.time, "sleep", pauses.append)
+    store = KvStore(2000)
+    use(store, *range(1000))
+    assert not pauses
+    with store.urgently():
+        pass
+    use(store, *range(256))  # at once
+    assert not pauses
+    use(store, *range(257))
+    assert pauses == [20e-6] * 4
+    now[0] += 0.006
+    use(store, *range(1000, 2000))
+    assert len(pauses) == 4
+
+
 def test_slots_of_a_large_batch_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that its kv is computed where it belongs, without a copy."""
     monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    monkeypatch.setattr(kv_store, "_WHOLE", 4)
     store = KvStore(20)
     for first in (0, 10, 20, 30):  # the last two in the place of the first two
         lease = use(store, *range(first, first + 10))
         start = first % 20
         assert lease.slots.tolist() == list(range(start, start + 10))
+    assert store.counters.evicted == 20  # no more than was needed
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -504,6 +531,7 @@ def test_a_large_batch_that_does_not_fit_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_store, "_AT_ONCE", 4)
+    monkeypatch.setattr(kv_store, "_WHOLE", 4)
     store = KvStore(16)
     held = acquire(store, *range(100, 108))
     store.fill(held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engram_core.backends import cpu, projection, self_check
 from engram_core.backends.base import Backend
 from engram_core.backends.gate import sigmoid
-from engram_core.backends.projection import Projection, projection_bytes, rounding_bound
+from engram_core.backends.projection import Cut, Projection, projection_bytes, rounding_bound
 from engram_core.backends.reference import ReferenceBackend
 from engram_core.errors import BadTensor, CheckpointError, RowOutOfRange, SelfCheckFailed
 from engram_core.geometry import EngramHashTables, Geometry
@@ -502,7 +502,7 @@ class Coarse(Projection):
 
 
 @pytest.mark.parametrize(
-    ("kind", "match"), [(Faulty, "bytes of a batch of 1 differ"), (Coarse, "differ from float64")]
+    ("kind", "match"), [(Faulty, "values of a batch of 1 differ"), (Coarse, "differ from float64")]
 )
 def test_the_self_check_finds_a_faulty_projection(kind: type[Projection], match: str) -> None:
     backend = make_backend()
@@ -558,6 +558,46 @@ def test_a_projection_beside_another_has_its_own_memory() -> None:
     first = two(rows)
     one(others)
     assert torch.equal(first, expected)
+
+
+@pytest.mark.parametrize(
+    ("differs", "cut"),
+    [
+        (lambda rows, threads: False, Cut(512, None)),
+        (lambda rows, threads: rows != 512, Cut(16, 1)),  # AMX, one thread
+        (lambda rows, threads: rows == 256, Cut(16, 1)),
+        (lambda rows, threads: threads == 1 and rows > 16, Cut(16, 1)),
+        (lambda rows, threads: threads == 2, Cut(16, 1)),
+    ],
+    ids=["as they are", "by rows", "of one batch", "by both", "by threads"],
+)
+def test_products_are_cut_so_that_bits_do_not_depend_on_the_batch(
+    differs: Callable[[int, int], bool], cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Intel CPU with AMX gave other bits for 48 rows than for 512, and for 2 threads than for 1;
+    the service refused to start there."""
+
+    def product(rows: torch.Tensor, wkv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        exact = rows.float() @ wkv.float()
+        out.copy_(exact * (1.01 if differs(len(rows), torch.get_num_threads()) else 1.0))
+        return out
+
+    generator = torch.Generator().manual_seed(0)
+    wkv, rows = torch.randn((2, 512, 48), generator=generator).bfloat16()
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(projection, "_CUTS", {})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        made = Projection(wkv, torch.bfloat16)
+        whole = made(rows).clone()
+        assert made.cut == cut
+        assert projection.unequal_batch(made, rows) is None
+        torch.set_num_threads(1)
+        assert torch.equal(made.beside(64)(rows[:33]), whole[:33])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_ledger_counts_wkv_as_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
