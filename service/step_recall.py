@@ -162,7 +162,8 @@ class StepRecall:
         )  # fmt: skip
         beginning = self._exchanges.begin_answer(200, line)
         head = beginning, _answer_lines(num_bytes), timing
-        if num_bytes <= AT_ONCE_BYTES:
+        # What was placed is of this turn, and an answer may be a little longer than its request.
+        if min(num_bytes, known.num_bytes) <= AT_ONCE_BYTES:
             transport.write(b"".join((*head, *buffers)))
         else:
             transport.writelines([b"".join(head), *buffers])

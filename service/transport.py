@@ -166,7 +166,8 @@ class Connection(HttpToolsProtocol):
     def is_idle_tls(self) -> bool:
         """Whether this is TLS, and nothing is being asked, answered or sent."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        return self.scheme == "https" and is_idle and not self.transport.get_write_buffer_size()
+        is_idle &= not (self.is_waiting or self.transport.get_write_buffer_size())
+        return self.scheme == "https" and is_idle
 
     @property
     def is_gone(self) -> bool:
@@ -475,6 +476,8 @@ class Connection(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""
         self._end_turn()
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # what has come in this turn is still to be answered
         left_s = self._answered_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

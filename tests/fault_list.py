@@ -1463,6 +1463,22 @@ FAULTS = (
         "::test_what_is_asked_is_answered_before_anything_else_happens_on_its_connection",
     ),
     fault(
+        "answer-left-where-the-next-turn-is-placed",
+        "service/step_recall.py",
+        "        if min(num_bytes, known.num_bytes) <= AT_ONCE_BYTES:\n",
+        "        if num_bytes <= AT_ONCE_BYTES:\n",
+        "tests/service/test_step_recall.py"
+        "::test_an_answer_longer_than_its_request_is_not_kept_where_the_next_is_placed",
+    ),
+    fault(
+        "idle-timer-closes-what-the-lane-will-answer",
+        "service/transport.py",
+        "            return  # what has come in this turn is still to be answered\n",
+        "            self.is_waiting = False\n",
+        "tests/service/test_step_recall.py"
+        "::test_an_idle_connection_is_not_closed_before_the_lane_has_answered",
+    ),
+    fault(
         "turn-s-fault-is-asked-again",
         "service/step_recall.py",
         "        if fault is not None:  # not asked again\n",

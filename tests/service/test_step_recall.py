@@ -16,7 +16,7 @@ import uvloop
 from engram_client import wire
 from engram_core.backends import cpu
 from engram_core.errors import Internal
-from service import turn
+from service import exchange, step_recall, turn
 from service.app import create_app
 from service.loading import load_model
 from service.settings import Settings
@@ -477,6 +477,60 @@ def test_what_is_asked_is_answered_before_anything_else_happens_on_its_connectio
     assert [answer[9:12] for answer in answers] == [b"200"] * 2
     assert together.turns == [1, 1]
     assert lengths(served, sessions) == [7, 7]
+
+
+def test_an_idle_connection_is_not_closed_before_the_lane_has_answered(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    """Its time is over in the turn in which it asks what is not answered in that turn."""
+    sessions = [opened(door) for _ in range(2)]
+    served.near.is_busy = True
+    together.taken = lambda line: line.timeout_keep_alive_handler()
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert [answer[9:12] for answer in answers] == [b"200"] * 2
+    assert lengths(served, sessions) == [7, 7]
+
+
+class Holding:
+    """A transport that keeps what is written until the next turn, as one whose peer is slow."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line, self._transport = line, line.transport
+
+    def writelines(self, buffers: list[Any]) -> None:
+        self._line.loop.call_soon(self._transport.writelines, buffers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def test_an_answer_longer_than_its_request_is_not_kept_where_the_next_is_placed(
+    served: Served, door: InProcess, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [opened(door) for _ in range(4)]
+    for each in sessions:
+        door.push(str(each), 6, [4, 9], ahead=False)
+    requests = [
+        post(
+            step_body(
+                count=i32(8),
+                position=i64(0),
+                session_id=i64(each),
+                residual=torch.full((8, 2, 64), 0.5 + i).bfloat16(),
+            )
+        )
+        for i, each in enumerate(sessions)
+    ]
+    want = [plainly(served, door, each) for each in requests]
+    num_bytes = len(requests[0].partition(b"\r\n\r\n")[2])
+    assert num_bytes < len(want[0].partition(b"\r\n\r\n")[2])
+    for module in (exchange, step_recall):
+        monkeypatch.setattr(module, "AT_ONCE_BYTES", num_bytes)
+    monkeypatch.setattr(turn, "PLACE_BYTES", 8 * 2 * 64 * 2)
+    together.taken = lambda line: setattr(line, "transport", Holding(line))
+    answers = together.ask(requests[0], *requests)
+    assert together.turns == [1] * 4
+    assert [told(answer) for answer in answers] == [told(answer) for answer in want]
 
 
 def test_a_fault_in_a_turn_is_told_to_everybody(
