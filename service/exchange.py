@@ -25,7 +25,7 @@ from service import bodies, problems
 from service.bodies import Buffer, Headers
 from service.calls import Call, find_shared
 from service.desk import GONE, Desk, answer_headers
-from service.landing import ALIGNMENT, Landing
+from service.landing import ALIGNMENT, LANDING_BYTES, Landing
 from service.problems import RequestTimeout
 from service.reads import TensorRead, note
 from service.shm import Connection
@@ -150,10 +150,11 @@ class Exchanges:
         try:
             find_shared(call)
             buffer = call.shared_body()
-            if buffer is None and num_bytes > LANDED_BYTES:
+            has_room = self._state.pool.has_room(LANDING_BYTES)
+            if buffer is None and num_bytes > LANDED_BYTES and has_room:
                 landed = buffer = self._land(line, came)
             if landed is not None:
-                call.lease.add(num_bytes, "the body")
+                call.lease.add(LANDING_BYTES, "the body")  # all of its piece is kept
             if buffer is None:
                 buffer = call.lease.buffer(num_bytes, "the body")
         except EngramError as error:

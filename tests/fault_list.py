@@ -1635,9 +1635,9 @@ FAULTS = (
     fault(
         "idle-timer-beside-a-request",
         "service/transport.py",
-        "            self.cycle is None or self.cycle.response_complete\n"
+        "            and (self.cycle is None or self.cycle.response_complete)\n"
         "        ):\n            self._watch",
-        "            True\n        ):\n            self._watch",
+        "            and True\n        ):\n            self._watch",
         "tests/service/test_while_busy.py",
     ),
     fault(

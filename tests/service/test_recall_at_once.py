@@ -24,7 +24,7 @@ from service import bodies, exchange, recall
 from service.app import create_app
 from service.desk import MAX_TALLIED
 from service.fast_path import FastPath
-from service.landing import Landing
+from service.landing import LANDING_BYTES, Landing
 from service.loading import load_model
 from service.recall import Recall
 from service.settings import Settings
@@ -741,6 +741,7 @@ def test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs(
     """While one is being received, what comes on other connections lands elsewhere."""
     requests = [read(session_id, f"position={i}") for i in range(4)]
     want = [plain(tell(after(each, each), is_fast=False)) for each in requests]
+    held: list[int] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         for _ in range(2):
@@ -756,6 +757,7 @@ def test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs(
                 for (_, each), request in zip(lines, requests, strict=True):
                     each.write(request[cut])
                 await asyncio.sleep(0.01)
+                held.append(attached.state.pool_bytes)
             answers = [plain(await read_answer(each)) for each, _ in lines]
             assert answers == want
         for _, each in lines:
@@ -764,4 +766,5 @@ def test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs(
 
     tell(talk)
     assert landed[-4:] == [True] * 4
+    assert max(held) == 4 * LANDING_BYTES  # a slow sender is counted with all that it holds
     assert attached.state.pool_bytes == 0
