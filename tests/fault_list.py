@@ -378,13 +378,6 @@ FAULTS = (
         f"{AT_ONCE}::test_a_removed_key_is_refused",
     ),
     fault(
-        "recall-after-a-failure",
-        "service/state.py",
-        " and not self.is_draining and model.engine.failure is None",
-        " and not self.is_draining",
-        f"{AT_ONCE}::test_after_a_failure_it_is_refused",
-    ),
-    fault(
         "room-is-kept-for-a-key-that-left",
         "service/admission.py",
         "        return not self._waiting or not self._still_waiting()\n",
@@ -395,8 +388,8 @@ FAULTS = (
     fault(
         "recall-inside-another-request",
         "service/transport.py",
-        "        if self._is_between and (",
-        "        if True and (",
+        "        is_first = self._is_between and (",
+        "        is_first = True and (",
         f"{AT_ONCE}::test_inside_another_head_it_is_part_of_that_head",
     ),
     fault(
@@ -1243,7 +1236,7 @@ FAULTS = (
         "service/transport.py",
         ", 0, line_end + MAX_KNOWN_BYTES)\n",
         ")\n",
-        "tests/service/test_step_recall.py::test_a_head_that_is_too_long_is_refused_each_time",
+        "tests/service/test_step_recall.py::test_a_long_head_is_not_remembered",
     ),
     fault(
         "one-turn-for-all-of-a-unix-socket",

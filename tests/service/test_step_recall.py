@@ -322,6 +322,25 @@ def test_a_head_that_is_too_long_is_refused_each_time(served: Served, door: InPr
     assert served.found == 0
 
 
+def test_a_long_head_is_not_remembered(
+    served: Served, door: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would find it, and it would be kept for as long as the process lives, 256 times."""
+    kept: list[int] = []
+    keep = StepRecall.keep
+
+    def keep_one(recall: StepRecall, *rest: Any) -> None:
+        keep(recall, *rest)
+        kept.append(len(recall._known))
+
+    monkeypatch.setattr(StepRecall, "keep", keep_one)
+    session = opened(door)
+    for size in (5_000, 50):
+        request = post(step(session, 1), Accept="a" * size)
+        assert b" 200 " in served.ask(door, request)[0][:20]
+    assert kept == [0, 1]
+
+
 class Together:
     """Requests that come in one turn of the loop, each over a connection of its own.
 
