@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
-
 from engram_core.backends.base import Backend
+from engram_core.backends.projection import threads_beside
 from engram_core.batches import KvBatches, RowBatches
 from engram_core.beside import BesideBatches, is_for_beside
 from engram_core.engine_types import BESIDE_TOKENS, EngineLimits, Output
@@ -81,7 +80,7 @@ class Scheduler:
             ],
             self._kv.run,
             self._fail,
-            num_threads=_shared_threads() if project else None,
+            num_threads=threads_beside() if project else None,
         )
         self._beside: BesideBatches | None = None
         self._beside_lane: Lane | None = None
@@ -93,7 +92,7 @@ class Scheduler:
                 [Class(queue, BESIDE_TOKENS) for queue in queues],
                 self._beside.run,
                 self._fail,
-                num_threads=_shared_threads(),
+                num_threads=threads_beside(),
             )
         self._rows_lane = Lane(
             "engram-rows",
@@ -214,11 +213,6 @@ class Scheduler:
         self.near.stop(error)
         for lane in self.lanes:
             lane.stop(error)
-
-
-def _shared_threads() -> int:
-    """Threads of torch for each of two lanes: a core is left for the thread that asks."""
-    return max(1, (torch.get_num_threads() - 1) // 2)
 
 
 def _batch_counters(lane: str, counts: BatchCounts) -> dict[str, float]:

@@ -150,8 +150,8 @@ class Exchanges:
         try:
             find_shared(call)
             buffer = call.shared_body()
-            has_room = self._state.pool.has_room(LANDING_BYTES)
-            if buffer is None and num_bytes > LANDED_BYTES and has_room:
+            is_large = buffer is None and num_bytes > LANDED_BYTES
+            if is_large and self._state.pool.has_room(LANDING_BYTES):
                 landed = buffer = self._land(line, came)
             if landed is not None:
                 call.lease.add(LANDING_BYTES, "the body")  # all of its piece is kept

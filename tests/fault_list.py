@@ -1634,6 +1634,14 @@ FAULTS = (
         "tests/service/test_while_busy.py",
     ),
     fault(
+        "idle-while-the-end-of-the-turn-is-waited-for",
+        "service/transport.py",
+        "        is_idle &= not (self.is_waiting or self.transport.get_write_buffer_size())\n",
+        "        is_idle &= not self.transport.get_write_buffer_size()\n",
+        "tests/service/test_step_recall.py"
+        "::test_a_connection_that_waits_for_the_end_of_the_turn_is_not_idle",
+    ),
+    fault(
         "two-engines-over-one-backend",
         "engram_core/engine.py",
         "    if not backend.serving.acquire(blocking=False):\n",

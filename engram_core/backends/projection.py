@@ -126,15 +126,19 @@ def unequal_batch(project: Projection, rows: torch.Tensor) -> tuple[int, int] | 
     return None
 
 
+def threads_beside() -> int:
+    """Threads of torch for each of two that project: a core is left for the thread that asks."""
+    return max(1, (torch.get_num_threads() - 1) // 2)
+
+
 def _cut_of(wkv: torch.Tensor) -> Cut:
     """Return the fastest cut whose bits do not depend on the batch here; the last, if none is."""
     key = wkv.shape, wkv.dtype
     if key not in _CUTS:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn((PROJECT_TOKENS, wkv.shape[1]), generator=generator).to(torch.bfloat16)
-        shared = max(1, (torch.get_num_threads() - 1) // 2)  # two lanes project, a core is left
         _CUTS[key] = last = Cut(_PAD_TOKENS, 1)
-        for cut in (Cut(PROJECT_TOKENS, None), Cut(_PAD_TOKENS, shared), last):
+        for cut in (Cut(PROJECT_TOKENS, None), Cut(_PAD_TOKENS, threads_beside()), last):
             if unequal_batch(Projection(wkv, wkv.dtype, cut=cut), rows) is None:
                 _CUTS[key] = cut
                 break

@@ -459,6 +459,23 @@ def test_a_turn_that_the_device_cannot_take_now_goes_to_the_lane(
     assert lengths(served, sessions) == [7] * 3
 
 
+def test_a_connection_that_waits_for_the_end_of_the_turn_is_not_idle(
+    served: Served, door: InProcess, together: Together
+) -> None:
+    """The end of the service cuts TLS connections that are: what is asked would be lost."""
+    sessions, idle = [opened(door) for _ in range(3)], []
+
+    def look(line: Connection) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(line, "scheme", "https")
+            idle.append(line.is_idle_tls)
+
+    together.taken = look
+    answers = together.ask(push(opened(door), 1), *[push(each, 4) for each in sessions])
+    assert idle == [False] * 4  # and of what was asked before
+    assert [answer[9:12] for answer in answers] == [b"200"] * 3
+
+
 def test_whoever_leaves_before_the_end_of_the_turn_has_asked_nothing(
     served: Served, door: InProcess, together: Together
 ) -> None:
