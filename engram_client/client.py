@@ -20,7 +20,7 @@ from engram_client.http1 import Request, Response
 from engram_client.problems import EngramClientError
 from engram_client.protocol import StepOptions
 from engram_client.segments import Segment, StepResult
-from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, check_transport, set_up
+from engram_client.setup import RECONNECT_S, TIMEOUT_S, SessionView, set_up
 from engram_client.state import SessionState
 
 T = TypeVar("T")
@@ -76,8 +76,7 @@ class EngramClient:
         transport: auto uses shared memory where a service on a Unix socket offers it
         Raises ValueError.
         """
-        check_transport(transport)
-        setup = set_up(urls, api_key, owner, reconnect_s)
+        setup = set_up(urls, api_key, owner, reconnect_s, transport)
         self._protocol = setup.protocol
         self._direct = Direct(setup.protocol)
         self._pool = ConnectionPool(
@@ -256,7 +255,7 @@ class Session(SessionView):
         out: Array | None = None,
     ) -> Array:
         """Return keys and value, bfloat16 [count, hc_mult + 1, dim], by default of the newest."""
-        return self._read("kv", layer, position, count, out=out)
+        return self._run(verbs.read(self._protocol, self.state, "kv", layer, position, count, out))
 
     def rows(
         self,
@@ -268,7 +267,11 @@ class Session(SessionView):
         out: Array | None = None,
     ) -> Array:
         """Return rows, bfloat16 [count, cols, head_dim], or stored: uint8 [count, cols, bytes]."""
-        return self._read("rows", layer, position, count, stored=stored, out=out)
+        return self._run(
+            verbs.read(
+                self._protocol, self.state, "rows", layer, position, count, out, stored=stored
+            )
+        )
 
     def hash_ids(
         self,
@@ -279,7 +282,9 @@ class Session(SessionView):
         out: Array | None = None,
     ) -> Array:
         """Return row ids, int64 [count, cols]."""
-        return self._read("hash_ids", layer, position, count, out=out)
+        return self._run(
+            verbs.read(self._protocol, self.state, "hash_ids", layer, position, count, out)
+        )
 
     def rewind(self, position: int) -> None:
         """Cut the session to a length not below `base`."""
@@ -292,26 +297,3 @@ class Session(SessionView):
     def close(self) -> None:
         """Close the session."""
         self._run(self._protocol.close(self.state))
-
-    def _read(
-        self,
-        output: str,
-        layer: int,
-        position: int | None,
-        count: int | None,
-        *,
-        stored: bool = False,
-        out: Array | None = None,
-    ) -> Array:
-        return self._run(
-            verbs.read(
-                self._protocol,
-                self.state,
-                output,
-                layer,
-                position=position,
-                count=count,
-                stored=stored,
-                out=out,
-            )
-        )

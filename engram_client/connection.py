@@ -13,6 +13,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from engram_client.direct import MORE, Answering, Ask
 from engram_client.http1 import (
@@ -38,6 +39,13 @@ _SEND_BYTES = 1 << 20
 _READ, _WRITE = select.POLLIN | select.POLLHUP | select.POLLERR, select.POLLOUT
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closes)
+
+
 class Connection:
     """One connection, one request at a time."""
 
@@ -61,7 +69,7 @@ class Connection:
         self.is_refused_memory = self.has_answered = False
         self._region: Region | None = None
         try:
-            self._socket = _connect(address, context)
+            self._socket = connect(address, context)
         except (OSError, ValueError) as error:
             raise not_connected(address, error) from error
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
@@ -252,8 +260,8 @@ class Connection:
         return ready[0][1] if ready else 0
 
 
-class ConnectionPool:
-    """Connections to several addresses, kept alive between requests; for any number of threads."""
+class IdleConnections(Generic[C]):
+    """What a pool is made of: addresses, and the connections that wait there for a request."""
 
     def __init__(
         self,
@@ -264,6 +272,10 @@ class ConnectionPool:
         context: ssl.SSLContext | None = None,
         shares_memory: bool = False,
     ) -> None:
+        """Connect to nothing yet.
+
+        fixed: header lines of every request, by address; timeout_s: of a request
+        """
         self._addresses = addresses
         self._shares_memory = [
             shares_memory and IS_SUPPORTED and bool(address.path) for address in addresses
@@ -271,7 +283,30 @@ class ConnectionPool:
         self._fixed = fixed
         self._timeout_s = timeout_s
         self._context = context
-        self._idle: list[deque[Connection]] = [deque() for _ in addresses]
+        self._idle: list[deque[C]] = [deque() for _ in addresses]
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for idle in self._idle:
+            while idle:
+                idle.pop().close()
+
+    def _keep(self, replica: int, connection: C, response: Response) -> None:
+        if response.keep_alive:
+            self._give(replica, connection)
+        else:
+            connection.close()
+
+    def _give(self, replica: int, connection: C) -> None:
+        idle = self._idle[replica]
+        if len(idle) < MAX_IDLE:  # threads at the same time may make it a few more
+            idle.append(connection)
+        else:
+            connection.close()
+
+
+class ConnectionPool(IdleConnections[Connection]):
+    """Connections to several addresses, kept alive between requests; for any number of threads."""
 
     def exchange(self, request: Request) -> Response:
         """Send one request to its address. Raises ConnectionLost, BadAnswer."""
@@ -319,12 +354,6 @@ class ConnectionPool:
         self._keep(request.replica, connection, response)
         return response
 
-    def close(self) -> None:
-        """Close what is idle."""
-        for idle in self._idle:
-            while idle:
-                idle.pop().close()
-
     def _take(self, replica: int) -> Connection:
         return self._pop(replica) or Connection(
             self._addresses[replica],
@@ -347,19 +376,6 @@ class ConnectionPool:
             connection.close()
         return None
 
-    def _keep(self, replica: int, connection: Connection, response: Response) -> None:
-        if response.keep_alive:
-            self._give(replica, connection)
-        else:
-            connection.close()
-
-    def _give(self, replica: int, connection: Connection) -> None:
-        idle = self._idle[replica]
-        if len(idle) < MAX_IDLE:  # threads at the same time may make it a few more
-            idle.append(connection)
-        else:
-            connection.close()
-
 
 def _lost(error: OSError) -> ConnectionLost:
     return ConnectionLost(f"{type(error).__name__}: {error}")
@@ -380,7 +396,8 @@ def never_answered(address: Address, error: ConnectionLost) -> ConnectionLost:
     return ConnectionLost(f"{error}; a port that speaks https:// ends connections like this")
 
 
-def _connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:
+def connect(address: Address, context: ssl.SSLContext | None) -> socket.socket:
+    """Return a connected socket, with CONNECT_TIMEOUT_S as its timeout. Raises OSError."""
     if address.path:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

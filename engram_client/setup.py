@@ -25,9 +25,15 @@ class Setup:
 
 
 def set_up(
-    urls: str | Sequence[str], api_key: str | None, owner: str | None, reconnect_s: float
+    urls: str | Sequence[str],
+    api_key: str | None,
+    owner: str | None,
+    reconnect_s: float,
+    transport: str,
 ) -> Setup:
     """Check what a client is given. Raises ValueError."""
+    if transport not in ("auto", "socket"):
+        raise ValueError(f"transport: expected auto or socket, got {transport!r}")
     addresses = [parse_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not addresses:
         raise ValueError("urls: expected at least one")
@@ -41,12 +47,6 @@ def set_up(
         len(addresses), owner=owner, reconnect_s=reconnect_s, clock=time.monotonic
     )
     return Setup(addresses, fixed, protocol)
-
-
-def check_transport(transport: str) -> None:
-    """Raises ValueError."""
-    if transport not in ("auto", "socket"):
-        raise ValueError(f"transport: expected auto or socket, got {transport!r}")
 
 
 class SessionView:

@@ -43,11 +43,11 @@ def read(
     state: SessionState,
     output: str,
     layer: int,
-    *,
     position: int | None,
     count: int | None,
+    out: Array | None,
+    *,
     stored: bool = False,
-    out: Array | None = None,
 ) -> Effects[Array]:
     """Return kv, rows or hash_ids: numpy, or what `out` is."""
     landing = Landing(out)

@@ -105,7 +105,7 @@ TensorSpec = tuple[str, tuple[int, ...]]
 class WireError(ValueError):
     """Bytes or text that are not what the wire format asks for."""
 
-    def __init__(self, message: str, expected: object = None, got: object = None) -> None:
+    def __init__(self, message: str, expected: object, got: object) -> None:
         super().__init__(message)
         self.message = message
         self.expected = expected
@@ -380,20 +380,6 @@ def format_ranges(indices: Iterable[int] | NDArray[np.int64]) -> str:
         else:
             parts.extend(map(str, run))
     return ",".join(parts)
-
-
-def parse_ranges(text: str, *, limit: int) -> list[int]:
-    """Return the indices that `format_ranges` wrote, all below `limit`. Raises WireError."""
-    indices: list[int] = []
-    for part in text.split(",") if text else ():
-        first, dash, last = part.partition("-")
-        begin = parse_int(first, "ranges")
-        end = parse_int(last, "ranges") if dash else begin
-        low = indices[-1] + 1 if indices else 0
-        if not low <= begin <= end < limit:
-            raise WireError("ranges", expected=f"ascending, {low}..{limit - 1}", got=part)
-        indices.extend(range(begin, end + 1))
-    return indices
 
 
 def is_torch(value: object) -> bool:

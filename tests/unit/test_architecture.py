@@ -86,6 +86,7 @@ LEVELS = {
         "protocol",
         "direct",
         "connection direct_step setup verbs",
+        "aio_connection",
         "client aio",
         "remote local",
         "",

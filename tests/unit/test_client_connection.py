@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_client import http1
-from engram_client.aio import AsyncConnectionPool
+from engram_client.aio_connection import AsyncConnectionPool
 from engram_client.connection import ConnectionPool, not_connected
 from engram_client.http1 import Request, Response, ResponseReader, parse_address, parse_head
 from engram_client.problems import BadAnswer, ConnectionLost, EngramClientError
@@ -129,7 +129,7 @@ def test_a_refusal_is_heard_while_20_mb_are_being_sent(
 def test_a_body_is_sent_although_expect_is_not_known(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("engram_client.connection", "engram_client.aio"):
+    for module in ("engram_client.connection", "engram_client.aio_connection"):
         monkeypatch.setattr(f"{module}.EXPECT_WAIT_S", 0.01)
 
     def deaf(peer: Peer) -> None:
