@@ -25,7 +25,7 @@ from service.bodies import Headers
 from service.calls import Call
 from service.logs import LineLimit
 from service.metrics import REQUEST_STAGES
-from service.operations import OPERATIONS, PUBLIC_PATHS, RESIDUAL
+from service.operations import OPERATIONS, PUBLIC_PATHS
 from service.state import ServiceState
 from service.tracing import record_span, sampled_parent
 
@@ -59,7 +59,7 @@ class AtOnce(NamedTuple):
     """A request answered at once: seconds in all and of its stages; bytes that body and answer had
     on the socket, 0 in shared memory; the operation's name.
 
-    receive_s: None = not known; sent_bytes: None = as many as the body had
+    receive_s: None = not known
     """
 
     seconds: float
@@ -68,8 +68,8 @@ class AtOnce(NamedTuple):
     gate_s: float
     send_s: float
     num_bytes: int
-    sent_bytes: int | None = None
-    name: str = RESIDUAL.name
+    sent_bytes: int
+    name: str
 
 
 class Desk:
@@ -149,9 +149,7 @@ class Desk:
         for name, count in Counter(done.name for done in tallied).items():
             self._request_counts(name, "ok").inc(count)
         metrics.received_bytes.inc(sum(done.num_bytes for done in tallied))
-        metrics.sent_bytes.inc(
-            sum(done.num_bytes if done.sent_bytes is None else done.sent_bytes for done in tallied)
-        )
+        metrics.sent_bytes.inc(sum(done.sent_bytes for done in tallied))
         stages = [metrics.stage_seconds.series(name) for name in ("check", "gate", "send")]
         receive = metrics.stage_seconds.series("receive")
         for done in tallied:

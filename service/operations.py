@@ -175,61 +175,32 @@ def _read(output: Output, summary: str, answer: Answer, *query: Parameter) -> Op
     )
 
 
-LIVE = Operation(
-    name="live",
-    method="GET",
-    path="/livez",
-    summary="The process answers",
-    answers={200: Answer("alive", model=schemas.Alive)},
-    refusals=_FRONT,
-    scopes=(),
-    headers=(),
-)
-READY = Operation(
-    name="ready",
-    method="GET",
-    path="/readyz",
-    summary="Tables are resident and the self-check has passed",
-    answers={200: Answer("ready", model=schemas.Ready)},
-    refusals=(*_FRONT, problems.Loading, errors.Draining, problems.ShardDown),
-    scopes=(),
-    headers=(),
-)
-HEALTH = Operation(
-    name="health",
-    method="GET",
-    path="/health",
-    summary="The same as /readyz",
-    answers=READY.answers,
-    refusals=READY.refusals,
-    scopes=(),
-    headers=(),
-)
-METRICS = Operation(
-    name="metrics",
-    method="GET",
-    path="/metrics",
-    summary="Prometheus metrics, aggregates only",
-    answers={200: Answer("text exposition format", "text/plain")},
-    refusals=_FRONT,
-    scopes=(),
-    headers=(),
-)
+def _open(
+    name: str, path: str, summary: str, answer: Answer, refusals: Refusals = _FRONT
+) -> Operation:
+    """Return a GET that needs no key and takes nothing."""
+    return Operation(name, "GET", path, summary, {200: answer}, refusals, headers=(), scopes=())
 
 
 def _page(name: str, path: str, summary: str, media: str) -> Operation:
-    return Operation(
-        name=name,
-        method="GET",
-        path=path,
-        summary=summary,
-        answers={200: Answer("a static file", media)},
-        refusals=_FRONT,
-        scopes=(),
-        headers=(),
-    )
+    return _open(name, path, summary, Answer("a static file", media))
 
 
+LIVE = _open("live", "/livez", "The process answers", Answer("alive", model=schemas.Alive))
+READY = _open(
+    "ready",
+    "/readyz",
+    "Tables are resident and the self-check has passed",
+    Answer("ready", model=schemas.Ready),
+    (*_FRONT, problems.Loading, errors.Draining, problems.ShardDown),
+)
+HEALTH = _open("health", "/health", "The same as /readyz", READY.answers[200], READY.refusals)
+METRICS = _open(
+    "metrics",
+    "/metrics",
+    "Prometheus metrics, aggregates only",
+    Answer("text exposition format", "text/plain"),
+)
 PAGE = _page("page", "/", "The status page; what it shows it asks for itself", "text/html")
 PAGE_SCRIPT = _page("page_script", "/status_page.js", "Its script", "text/javascript")
 PAGE_STYLE = _page("page_style", "/status_page.css", "Its style sheet", "text/css")

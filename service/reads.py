@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from ctypes import addressof, c_char
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -275,22 +274,18 @@ def one_ask(
     position: int,
     epoch: int,
     layer: int,
-    token_ids: list[int] | None = None,
 ) -> Ask | None:
     """Return how the engine is asked to update a residual of one session where it lies; None: it
     lies askew, or has no tokens.
 
-    spec: BF16 or F32, [T, hc_mult, dim]; position: of the first token; token_ids: [T], pushed first
+    spec: BF16 or F32, [T, hc_mult, dim]; position: of the first token
     """
-    dtype, shape = spec
-    if not shape[0] or len(residual) != wire.num_bytes(spec):
-        return None
-    address = addressof(c_char.from_buffer(residual))
-    if address % 4:
+    num_tokens = spec[1][0]
+    if not num_tokens or len(residual) != wire.num_bytes(spec):
         return None
     index = model.checkpoint.geometry.layer_index(layer)
-    segments = [(session_id, position, shape[0], epoch)]
-    return Ask(tenant, segments, token_ids, index, address, dtype == "F32")
+    segments = [(session_id, position, num_tokens, epoch)]
+    return steps.update_of(tenant, segments, None, index, spec, residual)
 
 
 def note(call: Call, answer: Answer, begun_s: float) -> None:

@@ -2,10 +2,8 @@
 and query.
 
 What headers alone decide (who asks, the tensor's form, the length of the body) is remembered by all
-their bytes, from the end of the request line to the blank line. A parser that reads the same bytes
-behind a request line of the same form finds the same, so it is not asked again: one expression
-reads the request line, one look-up the rest. Path, query, keys, admission and the state of the
-service are looked at every time. Whatever is unusual is not found here, and is checked in full.
+their bytes, from the end of the request line to the blank line: one expression reads the request
+line, one look-up the rest. Whatever is unusual is not found here, and is checked in full.
 """
 
 from __future__ import annotations
@@ -23,57 +21,33 @@ from engram_core.direct import Answer, Ask
 from engram_core.engine_types import EPOCH_OPENED, Output
 from engram_core.errors import EngramError
 from service import operations
-from service.access import Key
 from service.admission import InFlightPool
-from service.bodies import Buffer, Headers, Inbox
+from service.bodies import Buffer
 from service.calls import Call
-from service.desk import ANSWER_HEADERS, GONE, SHARED_ANSWER_HEADERS, AtOnce, Desk
-from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
+from service.desk import ANSWER_HEADERS, SHARED_ANSWER_HEADERS
+from service.exchange import Came, Head, Line, answer_block
+from service.heads import END, HEAD_BYTES, Known, Memory, is_plain, told_of
 from service.landing import LANDING_BYTES
 from service.reads import ReadForm, SingleRead, TensorRead, described
 from service.shm import shared_of
-from service.state import ServiceState
 from service.strict import INT64_MAX
 from service.turn import AT_ONCE_BYTES, Told
-
-HEAD_BYTES = 5 << 10
-"""Of the longest head that is remembered (`transport.MAX_KNOWN_BYTES`), with its request line."""
-
-MAX_KNOWN = 256
-"""Heads remembered; then all are forgotten."""
 
 _LINE = re.compile(
     rb"POST /v1/sessions/([1-9][0-9]{0,18})/layers/(0|[1-9][0-9]{0,8})/residual"
     rb"\?position=(0|[1-9][0-9]{0,17})(?:&epoch=(0|[1-9][0-9]{0,17}))? HTTP/1\.1(?=\r\n)"
 )
-END = b"\r\n\r\n"
-PLAIN = frozenset(
-    b"host content-type content-length authorization user-agent accept accept-encoding connection "
-    b"expect x-engram-shape x-engram-dtype x-engram-table x-engram-owner "
-    b"x-engram-shared-body x-engram-shared-answer".split()
-)
-"""Heads with other headers are not remembered: they may differ from request to request."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What headers decide.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known(Known):
+    """layers: id as a path has it -> index; answer: of one that is given at once, all but what
+    differs; shared: how headers name body and answer of such a one in shared memory"""
 
-    told: of them, what the body's reception depends on; num_bytes: of the body on the socket
-    layers: id as a path has it -> index; answer: of one that is given at once, all but what differs
-    is_placed: whether it may be answered in the turn it came in; shared: as that, how headers name
-    body and answer in shared memory
-    """
-
-    key: Key
-    headers: dict[str, str]
     form: ReadForm
     pool: InFlightPool
-    told: Headers
-    num_bytes: int
     layers: Mapping[bytes, int]
     answer: bytes
-    is_placed: bool
     shared: tuple[str, str] | None
 
 
@@ -88,12 +62,10 @@ class _Asked(NamedTuple):
     begin: int
 
 
-class Recall:
-    """Remembered heads; one for an app."""
+class Recall(Memory[_Known]):
+    """Remembered heads of residual reads; one for an app."""
 
-    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
-        self._state, self._desk, self._exchanges = state, desk, exchanges
-        self._known: dict[tuple[bool, bytes], _Known] = {}
+    operation = operations.RESIDUAL
 
     def answer(self, data: Buffer, line: Line) -> bool:
         """Have a request that came whole answered, or begin it; False: nothing was done, parse it.
@@ -114,11 +86,8 @@ class Recall:
         """Remember a head that was checked in full."""
         if not (isinstance(read, SingleRead) and read.output is Output.RESIDUAL and call.key):
             return
-        headers, block = head.headers, head.block
-        if not head.keep_alive or not all(name in PLAIN for name, _ in headers):
+        if not is_plain(head):
             return
-        if headers_of(block) != headers:
-            return  # the parser saw something else in these bytes: they are not looked up
         model, spec = read.form.model, (read.form.dtype, read.form.shape)
         where, num_bytes = described(spec, "%d", "%d", "%d"), call.inbox.length or 0
         is_placed, shared = False, _shared_in(call) if spec[1][0] else None
@@ -127,35 +96,30 @@ class Recall:
         elif call.shared is None:
             is_placed = 0 < num_bytes <= LANDING_BYTES
         timing = ANSWER_HEADERS if shared is None else SHARED_ANSWER_HEADERS
-        told = [pair for pair in headers if pair[0] in (b"content-length", b"expect")]
         layer_ids = model.checkpoint.geometry.layer_ids
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[line.is_unix, block] = _Known(
+        known = _Known(
             key=call.key,
+            model=model,
             headers=call.headers,
+            told=told_of(head),
+            num_bytes=num_bytes,
+            is_placed=is_placed,
             form=read.form,
             pool=self._state.pool,
-            told=told,
-            num_bytes=num_bytes,
             layers={b"%d" % layer: index for index, layer in enumerate(layer_ids)},
             answer=answer_block(where, num_bytes) + timing,
-            is_placed=is_placed,
             shared=shared,
         )
+        self._remember(line, head.block, known)
 
     def _find(self, head: bytes, line: Line) -> _Asked | None:
-        """Return what is asked, if its head is known and would be decided alike now."""
+        """Return what is asked, if its head is known."""
         found = _LINE.match(head)
         if found is None:
             return None
         begin = head.find(END, found.end()) + len(END)
-        known = self._known.get((line.is_unix, head[found.end() : begin]))
-        if known is None or not self._state.serves(known.form.model):
-            return None
-        try:
-            self._state.access.confirm(known.key)
-        except EngramError:
+        known = self._recall(line, head[found.end() : begin])
+        if known is None:
             return None
         session_id, layer, position, epoch = found.groups()
         if layer not in known.layers or int(session_id) > INT64_MAX:
@@ -171,7 +135,7 @@ class Recall:
 
     def _take(self, asked: _Asked, data: Buffer, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
-        known, model = asked.known, asked.known.form.model
+        known, model = asked.known, asked.known.model
         if line.transport.get_write_buffer_size():
             return False
         if known.shared is not None:
@@ -225,38 +189,26 @@ class Recall:
                 transport.writelines([beginning + head, body])
         else:
             transport.write(beginning + known.answer % (*numbers, check_s * 1e3, gate_s * 1e3))
-        line.answered(known.key.name)
-        sent_s = perf_counter()
-        seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s
-        self._desk.tally(AtOnce(*seconds, known.num_bytes), line.loop)
+        self._note(known, line, known.num_bytes, gate_s, (*times, checked_s))
 
     def _begin(
         self, asked: _Asked, data: Buffer, line: Line, fault: Exception | None = None
     ) -> bool:
-        """Begin an exchange; False: it is refused, the ordinary way says how.
-
-        fault: what became of it
-        """
+        """Begin an exchange (see `Memory._admit`)."""
         known = asked.known
-        call = Call(self._state, Inbox({"headers": known.told}), f"{getrandbits(64):016x}")
-        call.key, call.headers = known.key, known.headers
-        call.operation, call.peer, call.connection = operations.RESIDUAL, line.client, line
-        if line.is_gone:
-            self._desk.record(call, GONE, 0, known.told)
-            return True
-        read: TensorRead | Refusal = SingleRead(
-            call,
-            Output.RESIDUAL,
-            known.form,
-            session_id=asked.session_id,
-            layer=int(asked.layer),
-            position=asked.position,
-            epoch=asked.epoch,
-        )
-        if fault is not None:  # not asked again: in shared memory it may be updated
-            read = self._exchanges.refusal(call, fault)
-        came = Came(data, asked.begin, known.num_bytes)
-        return self._exchanges.admit(line, call, read, came, known.told)
+
+        def make(call: Call) -> TensorRead:
+            return SingleRead(
+                call,
+                Output.RESIDUAL,
+                known.form,
+                session_id=asked.session_id,
+                layer=int(asked.layer),
+                position=asked.position,
+                epoch=asked.epoch,
+            )
+
+        return self._admit(known, Came(data, asked.begin, known.num_bytes), line, make, fault)
 
 
 def _shared_body(
@@ -277,9 +229,3 @@ def _shared_in(call: Call) -> tuple[str, str] | None:
     body = call.headers.get(wire.SHARED_BODY.lower())
     answer = call.headers.get(wire.SHARED_ANSWER.lower())
     return None if body is None or answer is None else (body, answer)
-
-
-def headers_of(block: bytes) -> Headers:
-    """Return the headers that plain lines between two line ends are."""
-    lines = [line.partition(b":") for line in block[2 : -len(END)].split(b"\r\n")]
-    return [(name.lower(), value.strip(b" \t")) for name, _, value in lines]

@@ -2,8 +2,8 @@
 
 As `recall.py` for residual reads, with the request line remembered too: sessions and positions of a
 step are in its body. A step of a few segments that the engine can make here and now is answered in
-the turn that brings it; any other begins as it would behind its parsed head. Keys, admission and
-the state of the service are looked at every time, and so is the body.
+the turn that brings it; any other begins as it would behind its parsed head. The body is looked at
+every time.
 """
 
 from __future__ import annotations
@@ -16,46 +16,29 @@ from time import perf_counter
 
 from engram_core.direct import Answer, Ask
 from engram_core.engine_types import Output
-from engram_core.errors import EngramError
 from service import operations, steps
-from service.access import Key
-from service.bodies import Buffer, Headers, Inbox
+from service.bodies import Buffer
 from service.calls import Call
-from service.desk import ANSWER_HEADERS, GONE, AtOnce, Desk
-from service.exchange import Came, Exchanges, Head, Line, Refusal, answer_block
+from service.desk import ANSWER_HEADERS
+from service.exchange import Came, Head, Line, answer_block
+from service.heads import END, HEAD_BYTES, Known, Memory, is_plain, told_of
 from service.landing import LANDING_BYTES
 from service.reads import StepRead, TensorRead
-from service.recall import END, HEAD_BYTES, MAX_KNOWN, PLAIN, headers_of
-from service.state import Model, ServiceState
 from service.turn import AT_ONCE_BYTES, Told
 
 _LINE = re.compile(rb"POST /v1/step\?[!-~]{1,200} HTTP/1\.1(?=\r\n)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a head decides.
-
-    told: of its headers, what the body's reception depends on; num_bytes: of the body on the socket
-    is_placed: whether it may be answered in the turn it came in
-    """
-
-    key: Key
-    headers: dict[str, str]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known(Known):
     query: dict[str, str]
-    model: Model
     options: steps.StepOptions
-    told: Headers
-    num_bytes: int
-    is_placed: bool
 
 
-class StepRecall:
+class StepRecall(Memory[_Known]):
     """Remembered heads of steps; one for an app."""
 
-    def __init__(self, state: ServiceState, desk: Desk, exchanges: Exchanges) -> None:
-        self._state, self._desk, self._exchanges = state, desk, exchanges
-        self._known: dict[tuple[bool, bytes], _Known] = {}
+    operation = operations.STEP
 
     def answer(self, data: Buffer, line: Line) -> bool:
         """Have a request that came whole answered, or begin it; False: nothing was done, parse it.
@@ -68,12 +51,8 @@ class StepRecall:
         if found is None:
             return False
         begin = head.find(END, found.end()) + len(END)
-        known = self._known.get((line.is_unix, head[:begin]))
-        if known is None or not self._state.serves(known.model):
-            return False
-        try:
-            self._state.access.confirm(known.key)
-        except EngramError:
+        known = self._recall(line, head[:begin])
+        if known is None:
             return False
         num_bytes = len(data) - begin
         if num_bytes == known.num_bytes and self._take(known, data, begin, line, begun_s):
@@ -82,28 +61,25 @@ class StepRecall:
 
     def keep(self, head: Head, line: Line, call: Call, read: object) -> None:
         """Remember a head that was checked in full."""
-        if not (isinstance(read, StepRead) and call.key and head.keep_alive):
+        if not (isinstance(read, StepRead) and call.key):
             return
-        block, first = head.block, b"POST " + head.url + b" HTTP/1.1"
-        if not all(name in PLAIN for name, _ in head.headers) or not _LINE.match(first + block):
+        block = b"POST " + head.url + b" HTTP/1.1" + head.block
+        if not (is_plain(head) and _LINE.match(block)):
             return
-        if headers_of(block) != head.headers:
-            return  # the parser saw something else in these bytes: they are not looked up
         num_bytes = call.inbox.length or 0
         is_placed = read.options.output is Output.RESIDUAL and call.shared is None
         is_placed &= 0 < num_bytes <= LANDING_BYTES
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[line.is_unix, first + block] = _Known(
+        known = _Known(
             key=call.key,
-            headers=call.headers,
-            query=call.query,
             model=read.model,
-            options=read.options,
-            told=[pair for pair in head.headers if pair[0] in (b"content-length", b"expect")],
+            headers=call.headers,
+            told=told_of(head),
             num_bytes=num_bytes,
             is_placed=is_placed,
+            query=call.query,
+            options=read.options,
         )
+        self._remember(line, block, known)
 
     def _take(self, known: _Known, data: Buffer, begin: int, line: Line, begun_s: float) -> bool:
         """Have the engine asked in this turn; False: nothing was done."""
@@ -167,34 +143,18 @@ class StepRecall:
             transport.write(b"".join((*head, *buffers)))
         else:
             transport.writelines([b"".join(head), *buffers])
-        line.answered(known.key.name)
-        sent_s = perf_counter()
-        seconds = sent_s - begun_s, receive_s, check_s, gate_s, sent_s - checked_s
-        done = AtOnce(*seconds, known.num_bytes, num_bytes, operations.STEP.name)
-        self._desk.tally(done, line.loop)
+        self._note(known, line, num_bytes, gate_s, (*times, checked_s))
 
     def _begin(
         self, known: _Known, data: Buffer, begin: int, line: Line, fault: Exception | None = None
     ) -> bool:
-        """Begin an exchange; False: it is refused, the ordinary way says how.
+        """Begin an exchange (see `Memory._admit`)."""
 
-        fault: what became of it
-        """
-        call = Call(self._state, Inbox({"headers": known.told}), f"{getrandbits(64):016x}")
-        call.key, call.headers, call.query = known.key, known.headers, known.query
-        call.operation, call.peer, call.connection = operations.STEP, line.client, line
-        if line.is_gone:
-            self._desk.record(call, GONE, 0, known.told)
-            return True
-        read: TensorRead | Refusal
-        try:
-            read = StepRead(call, replace(known.options, client=call.client))
-        except EngramError:
-            return False
-        if fault is not None:  # not asked again
-            read = self._exchanges.refusal(call, fault)
-        came = Came(data, begin, known.num_bytes)
-        return self._exchanges.admit(line, call, read, came, known.told)
+        def make(call: Call) -> TensorRead:
+            call.query = known.query
+            return StepRead(call, replace(known.options, client=call.client))
+
+        return self._admit(known, Came(data, begin, known.num_bytes), line, make, fault)
 
 
 @lru_cache(256)

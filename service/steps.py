@@ -205,19 +205,30 @@ def plain_step_of(
 
 
 def ask_of(step: PlainStep, options: StepOptions, geometry: Geometry, tenant: str) -> Ask | None:
-    """Return the engine's form of a plain step; None: its residual lies askew.
+    """Return the engine's form of a plain step; None: its residual lies askew."""
+    if step.spec[0]:
+        index = geometry.layer_index(options.layers[0])
+        return update_of(tenant, step.segments, step.token_ids, index, step.spec, step.residual)
+    ahead = tuple(map(geometry.layer_index, options.layers)) if options.ahead else ()
+    return Ask(tenant, step.segments, step.token_ids, ahead=ahead, client=options.client)
 
-    The residual is updated where it lies.
+
+def update_of(
+    tenant: str,
+    segments: list[tuple[int, int, int, int]],
+    token_ids: list[int] | None,
+    layer_index: int,
+    spec: TensorSpec,
+    residual: memoryview,
+) -> Ask | None:
+    """Return how the engine is asked to update a residual where it lies; None: it lies askew.
+
+    segments, token_ids, spec: as in `PlainStep`
     """
-    index = geometry.layer_index
-    if not step.spec[0]:
-        ahead = tuple(map(index, options.layers)) if options.ahead else ()
-        return Ask(tenant, step.segments, step.token_ids, ahead=ahead, client=options.client)
-    address = addressof(c_char.from_buffer(step.residual))
+    address = addressof(c_char.from_buffer(residual))
     if address % 4:
         return None
-    is_f32 = step.spec[0] == "F32"
-    return Ask(tenant, step.segments, step.token_ids, index(options.layers[0]), address, is_f32)
+    return Ask(tenant, segments, token_ids, layer_index, address, spec[0] == "F32")
 
 
 @lru_cache(256)

@@ -372,7 +372,7 @@ FAULTS = (
     # ------------------------------------------------------------------ remembered heads
     fault(
         "remembered-key-is-not-asked-again",
-        "service/recall.py",
+        "service/heads.py",
         "            self._state.access.confirm(known.key)\n",
         "            pass\n",
         f"{AT_ONCE}::test_a_removed_key_is_refused",
@@ -394,9 +394,9 @@ FAULTS = (
     ),
     fault(
         "recall-of-what-the-parser-saw-otherwise",
-        "service/recall.py",
-        "        if headers_of(block) != headers:\n",
-        "        if not block:\n",
+        "service/heads.py",
+        "    return headers_of(head.block) == head.headers ",
+        '    return head.block != b"" ',
         f"{AT_ONCE}::test_headers_that_the_parser_saw_otherwise_are_not_remembered",
     ),
     fault(
@@ -1473,8 +1473,8 @@ FAULTS = (
     ),
     fault(
         "turn-s-fault-is-asked-again",
-        "service/step_recall.py",
-        "        if fault is not None:  # not asked again\n",
+        "service/heads.py",
+        "        if fault is not None:  # not asked again: in shared memory it may be updated\n",
         "        if self is None:\n",
         "tests/service/test_step_recall.py::test_a_fault_in_a_turn_is_told_to_everybody",
     ),

@@ -15,7 +15,7 @@ import torch
 import uvloop
 
 from engram_core.engine_types import OpenRequest
-from service import recall
+from service import heads
 from service.recall import Recall
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess, tensor_body
@@ -181,7 +181,7 @@ def test_only_so_many_are_remembered(
     sessions: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "MAX_KNOWN", 3)
+    monkeypatch.setattr(heads, "MAX_KNOWN", 3)
     target = TARGET.format(sessions[0], 1, "position=3")
     ask(uv_runner, door, *(read(target, User_Agent=f"a{i}") for i in range(8)))
     assert len(door.app.state.fast_path._recall._known) <= 3
