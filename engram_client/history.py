@@ -25,7 +25,7 @@ def integers(values: Any, name: str) -> NDArray[np.int64]:
     return ids.astype(np.int64, copy=False)
 
 
-def joined_integers(rows: Sequence[Any], name: str) -> tuple[NDArray[np.int64], list[int]]:
+def joined_ids(rows: Sequence[Any]) -> tuple[NDArray[np.int64], list[int]]:
     """Return rows of ids one after the other, int64 [T], and the length of each.
 
     Raises ValueError: a row that `integers` refuses.
@@ -33,8 +33,8 @@ def joined_integers(rows: Sequence[Any], name: str) -> tuple[NDArray[np.int64], 
     if set(map(type, rows)) <= {list, tuple}:
         flat = list(chain.from_iterable(rows))
         if set(map(type, flat)) <= {int}:  # one array for all: one a row is 1 us a segment
-            return integers(flat, name), list(map(len, rows))
-    arrays = [integers(row, name) for row in rows]
+            return integers(flat, "token_ids"), list(map(len, rows))
+    arrays = [integers(row, "token_ids") for row in rows]
     return np.concatenate(arrays, dtype=np.int64), list(map(len, arrays))
 
 
@@ -60,7 +60,7 @@ class History:
     of numpy, and the length is an attribute.
     """
 
-    def __init__(self, origin: int = 0, ids: Iterable[int] = ()) -> None:
+    def __init__(self, origin: int, ids: Iterable[int]) -> None:
         self.origin = origin
         self._ids = array("i", ids)
         self.length = origin + len(self._ids)

@@ -37,7 +37,7 @@ def push_request(
     mask: list[bool] | None,
     *,
     truncate: bool = False,
-    ahead: bool = True,
+    ahead: bool,
 ) -> Request:
     """Return the request that pushes ids under the session's present epoch."""
     document: dict[str, Any] = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_client.arrays import Array, as_numpy
-from engram_client.history import DEAD, flags, joined_integers
+from engram_client.history import DEAD, flags, joined_ids
 from engram_client.wire import (
     MAX_HEAD_BYTES,
     TensorView,
@@ -183,7 +183,7 @@ def batch_of(segments: Sequence[Segment], max_ngram_size: int) -> Batch:
         raise ValueError("segments: a lookback needs token_ids")
     token_ids, rows = None, None if hash_ids is None else list(map(len, hash_ids))
     if ids is not None:
-        token_ids, rows = joined_integers(ids, "token_ids")
+        token_ids, rows = joined_ids(ids)
     count = rows
     if count is None or set(fields["count"]) != {None}:
         count = [

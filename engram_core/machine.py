@@ -38,15 +38,15 @@ def gpu_of(properties: Any) -> Gpu:
     )
 
 
-def fingerprint(gpu: Gpu | None, proc: Path = Path("/proc")) -> dict[str, str | int | None]:
+def fingerprint(gpu: Gpu | None) -> dict[str, str | int | None]:
     """Take this machine's: what changes how fast memory is, and nothing that names its owner.
 
     gpu: the one that is used or was probed; None = none
     """
-    kib = re.search(r"^MemTotal:\s+(\d+) kB$", _read(proc / "meminfo"), re.MULTILINE)
+    kib = re.search(r"^MemTotal:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return {
         "architecture": platform.machine(),
-        "cpu": cpu_model(_read(proc / "cpuinfo")),
+        "cpu": cpu_model(_read(Path("/proc/cpuinfo"))),
         # A kernel's update moves MemTotal by megabytes.
         "memory_gib": round(int(kib[1]) * 1024 / _GIB) if kib else 0,
         "gpu": gpu.name if gpu else None,

@@ -174,7 +174,7 @@ def _extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
 
 
 async def send_answer(
-    send: Send, headers: Headers, buffers: Sequence[Buffer], peer: Peer | None = None
+    send: Send, headers: Headers, buffers: Sequence[Buffer], peer: Peer | None
 ) -> int:
     """Send a 200 from its buffers without joining them; return its bytes.
 

@@ -44,7 +44,7 @@ def sampled_parent(headers: Iterable[tuple[bytes, bytes]]) -> Context | None:
 
 
 def record_span(
-    parent: Context, name: str, seconds: float, attributes: Attributes, *, is_fault: bool = False
+    parent: Context, name: str, seconds: float, attributes: Attributes, *, is_fault: bool
 ) -> None:
     """Record a span that ends now and took `seconds`."""
     end_ns = time.time_ns()

@@ -7,7 +7,7 @@ nothing of ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 LEFT_OUT = -1
 """An epoch left out: the one the session was opened with."""
@@ -165,7 +165,3 @@ class Sessions:
         if present:
             del session.ids[position:]
             session.epoch += 1
-
-    def snapshot(self, tenant: str, session_id: int) -> Session:
-        session = self.held[tenant, session_id]
-        return replace(session, ids=list(session.ids))

@@ -125,7 +125,7 @@ def plan_on_device(
     placement: str,
     num_slots: int,
     budget: Budget,
-    measured: Measured | None = None,
+    measured: Measured | None,
 ) -> Ledger:
     """Say what loading would take where. measured: see `plan`. Raises: MemoryShort, Unsupported."""
     native = Native()

@@ -20,7 +20,6 @@ from engram_core.backends.stored_wkv import (
     CHAIN,
     CHECKED_SIZES,
     CUBLASLT,
-    STORED,
     STORED_FORMS,
     Stored,
     StoredWkv,
@@ -68,7 +67,7 @@ def layer_with_copy(engram: EngramV41) -> int | None:
 
 
 def stored_matches_chain(
-    engram: EngramV41, layer_index: int, stream: Stream, kernel: str = STORED
+    engram: EngramV41, layer_index: int, stream: Stream, kernel: str
 ) -> list[int]:
     """Compare a kernel over a layer's stored wkv with the chain by bits; returns the T that differ.
 

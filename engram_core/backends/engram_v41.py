@@ -145,10 +145,6 @@ class EngramV41:
             self.native.gemm_destroy(self._gemm)
         self._gemm = 0
 
-    @property
-    def has_gemm(self) -> bool:
-        return bool(self._gemm)
-
     def gather(
         self,
         layer_index: int,

@@ -104,11 +104,12 @@ class RegularFile:
             buffer, offset = buffer[count:], offset + count
         os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
-    def read_all(self, limit: int, what: str) -> bytes:
+    def read_all(self, limit: int) -> bytes:
         """Read the whole file. Raises CheckpointError above `limit` bytes."""
         if self.size > limit:
-            raise refusal(self.path, what, expected=f"at most {limit} bytes", got=self.size)
-        return self.read(0, self.size, what)
+            expected = f"at most {limit} bytes"
+            raise refusal(self.path, "file size", expected=expected, got=self.size)
+        return self.read(0, self.size, "file size")
 
     def __enter__(self) -> Self:
         return self

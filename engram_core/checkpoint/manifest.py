@@ -38,7 +38,7 @@ class ManifestCheck:
     bad: tuple[int, ...]
 
 
-def num_pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+def num_pieces(num_bytes: int, piece_bytes: int) -> int:
     """How many pieces cover `num_bytes`."""
     return -(-num_bytes // piece_bytes)
 

@@ -71,7 +71,7 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object from a regular file of at most `limit` bytes."""
     with RegularFile(path) as file:
-        return parse_json(path, file.read_all(limit, "file size"), "file")
+        return parse_json(path, file.read_all(limit), "file")
 
 
 def parse_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:

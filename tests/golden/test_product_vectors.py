@@ -15,8 +15,6 @@ from engram_core.quant import requantize, row_format, to_bf16
 from engram_core.token_map import token_map_from_tokenizer
 from tests.golden.test_oracle_vectors import SMALL, TOY, V41, golden, tokenizer_json
 
-IDENTITY = np.arange(V41["compressed_vocab_size"], dtype=np.int32)
-
 
 def identity_tables(
     layers: list[int], ngram: int, heads: int, base: int, size: int, pad: int
