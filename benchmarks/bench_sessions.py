@@ -34,6 +34,8 @@ VOCAB = 99_092
 
 @dataclass(frozen=True)
 class Figure:
+    """One line of the table. us: of one call"""
+
     name: str
     segments: int
     tokens: int

@@ -54,15 +54,19 @@ class PlainMemory:
     """Memory as the C library gives it: what every CPU takes."""
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return new memory: uint8 [num_bytes]."""
         return np.empty(num_bytes, np.uint8)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor, contiguous."""
         return torch.empty(shape, dtype=dtype)
 
     def register(self, memory: NDArray[np.uint8]) -> bool:
+        """True: a CPU works in any memory."""
         return True
 
     def unregister(self, address: int) -> None:
+        """Nothing: nothing was kept of it."""
         return
 
 
@@ -155,6 +159,7 @@ class WarmMemory(PlainMemory):
         self._is_asked = self._is_warm = False
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uint8 [num_bytes], from `WARM_BYTES` on of pages that are there already."""
         if num_bytes < WARM_BYTES:
             return np.empty(num_bytes, np.uint8)
         self._is_asked = self._is_warm = True
@@ -196,7 +201,9 @@ class PooledMemory:
         return torch.from_numpy(self.buffer(num_bytes)).view(dtype).view(shape)
 
     def register(self, memory: NDArray[np.uint8]) -> bool:
+        """False: this pool alone is pinned."""
         return False
 
     def unregister(self, address: int) -> None:
+        """Nothing: nothing was registered."""
         return

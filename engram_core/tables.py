@@ -32,24 +32,36 @@ class StoredPart(Protocol):
     """Where one part of every row lies: row i at offset + i * row_bytes."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """Of the file."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Of row 0 in the file, in bytes."""
+
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """Of this part of a row."""
 
 
 class StoredTable(Protocol):
     """Where a table lies. parts: one, or several that make up a row (codes, then scales)."""
 
     @property
-    def encoding(self) -> str: ...
+    def encoding(self) -> str:
+        """A name of `quant`."""
+
     @property
-    def num_rows(self) -> int: ...
+    def num_rows(self) -> int:
+        """How many rows lie there."""
+
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """Of a whole row, its parts together."""
+
     @property
-    def parts(self) -> Sequence[StoredPart]: ...
+    def parts(self) -> Sequence[StoredPart]:
+        """In the order of a row's bytes."""
 
 
 class Table(Protocol):

@@ -52,10 +52,7 @@ class Line(Connection, Protocol):
     """A connection, for an exchange.
 
     is_waiting: whether something is asked on it that is answered in this turn
-    begin: receive an exchange's body, of which this much came with its head
-    parse: take what came as llhttp reads it; pad: see `Connection`
-    answered: a request of one read was answered at once, without an exchange
-    finished: an answer is written; pass on what comes next
+    pad: see `Connection`
     """
 
     transport: asyncio.Transport
@@ -66,15 +63,23 @@ class Line(Connection, Protocol):
     pad: int
 
     @property
-    def default_headers(self) -> Headers: ...
+    def default_headers(self) -> Headers:
+        """Headers of every answer."""
 
-    def begin(self, exchange: Exchange, body: memoryview, *, is_there: bool = False) -> None: ...
+    def begin(self, exchange: Exchange, body: memoryview, *, is_there: bool = False) -> None:
+        """Receive an exchange's body, of which this much came with its head.
 
-    def parse(self, data: bytes) -> None: ...
+        is_there: it landed where it belongs
+        """
 
-    def answered(self, tenant: str) -> None: ...
+    def parse(self, data: bytes) -> None:
+        """Take what came as llhttp reads it."""
 
-    def finished(self, exchange: Exchange) -> None: ...
+    def answered(self, tenant: str) -> None:
+        """Note a request of one read that was answered at once, without an exchange."""
+
+    def finished(self, exchange: Exchange) -> None:
+        """Pass on what comes next: an answer is written."""
 
 
 @dataclass(frozen=True)

@@ -73,23 +73,11 @@ class _HeadHolder:
         return self._transport.is_closing()
 
 
-class Receiver(asyncio.BufferedProtocol):
-    """Has a connection's transport between bodies: what comes lands in memory of the app's."""
+class _Holder(asyncio.BufferedProtocol):
+    """Has a connection's transport, and tells the connection what else happens to it."""
 
-    def __init__(self, connection: Connection, landing: Landing) -> None:
-        self._connection, self._landing = connection, landing
-        self._space = memoryview(b"")
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        self._space = space = self._landing.space(self._connection.pad)
-        return space
-
-    def buffer_updated(self, nbytes: int) -> None:
-        data, self._space = self._space[:nbytes], memoryview(b"")
-        self._connection.came(data)
-
-    def eof_received(self) -> bool:
-        return self._connection.eof_received()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.connection_lost(exc)
@@ -101,17 +89,42 @@ class Receiver(asyncio.BufferedProtocol):
         self._connection.resume_writing()
 
 
-class BodyReceiver(asyncio.BufferedProtocol):
+class Receiver(_Holder):
+    """Has a connection's transport between bodies: what comes lands in memory of the app's."""
+
+    def __init__(self, connection: Connection, landing: Landing) -> None:
+        super().__init__(connection)
+        self._landing = landing
+        self._space = memoryview(b"")
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes land."""
+        self._space = space = self._landing.space(self._connection.pad)
+        return space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Hand over what landed."""
+        data, self._space = self._space[:nbytes], memoryview(b"")
+        self._connection.came(data)
+
+    def eof_received(self) -> bool:
+        """Tell the connection."""
+        return self._connection.eof_received()
+
+
+class BodyReceiver(_Holder):
     """Has a connection's transport while the rest of one body is received into its buffer."""
 
     def __init__(self, connection: Connection, exchange: Exchange) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._exchange = exchange
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the body's next bytes go, at most READ_BYTES."""
         return self._exchange.space()[:READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Note them; give the transport back behind the last."""
         self._exchange.received(nbytes)
         if not (self._exchange.more_body or self._exchange.is_told):
             self._connection.take_back()
@@ -119,15 +132,6 @@ class BodyReceiver(asyncio.BufferedProtocol):
             transport = self._connection.transport
             transport.pause_reading()
             self._connection.loop.call_soon(transport.resume_reading)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
 
 
 class Connection(HttpToolsProtocol):
@@ -218,6 +222,7 @@ class Connection(HttpToolsProtocol):
         self.region = region
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As uvicorn's; what comes lands in the fast path's memory, if there is one."""
         super().connection_made(transport)
         self.is_unix = self.server is not None and self.server[1] is None
         if self.is_unix:
@@ -229,6 +234,7 @@ class Connection(HttpToolsProtocol):
         self._watch_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's; whoever is being answered is told."""
         super().connection_lost(exc)
         self.region = None
         if self._exchange is not None:
@@ -238,6 +244,7 @@ class Connection(HttpToolsProtocol):
             self._running.message_event.set()
 
     def resume_writing(self) -> None:
+        """As uvicorn's; an exchange goes on."""
         super().resume_writing()
         if self._exchange is not None:
             self._exchange.taken()
@@ -307,6 +314,7 @@ class Connection(HttpToolsProtocol):
         self._behind_upgrade = self._packet[wish.args[0] :]
 
     def on_message_begin(self) -> None:
+        """As uvicorn's; the scope knows its connection."""
         super().on_message_begin()
         self._is_between = self._is_head_whole = False
         self._head_bytes = 0
@@ -314,6 +322,7 @@ class Connection(HttpToolsProtocol):
         scope["extensions"] = {CONNECTION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
+        """Begin an exchange if the request can take the fast path, else as uvicorn does."""
         self._is_head_whole = True
         if self.parser.should_upgrade() and self._has_body():
             # The parser would skip the body, and take what comes of it for the next request.
@@ -332,6 +341,7 @@ class Connection(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_response_complete(self) -> None:
+        """As uvicorn's; what is no HTTP is refused behind the last answer."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
         if self._refusal and not _is_owed(self._running):
             self.pipeline.clear()
@@ -341,12 +351,14 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Feed the exchange, if the body is its own."""
         if self.cycle is self._exchange and self._exchange is not None:
             self._exchange.feed(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """As uvicorn's, but for an exchange."""
         self._is_between = True
         if self.cycle is not self._exchange:
             super().on_message_complete()
@@ -429,6 +441,7 @@ class Connection(HttpToolsProtocol):
         exchange.await_body()
 
     def on_url(self, url: bytes) -> None:
+        """As uvicorn's, counted."""
         self._head_bytes += len(url)
         self.url += url
 

@@ -445,6 +445,7 @@ class EngramV41:
             raise TooManyTokens(message, expected=most, got=num_rows)
 
     def layer(self, layer_index: int) -> DeviceLayer:
+        """Return what a layer keeps on the device."""
         return self._layers[layer_index][0]
 
     def require_tokens(self, num_tokens: int) -> None:

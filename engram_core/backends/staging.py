@@ -48,6 +48,7 @@ class ControlRing:
         self._read[self._turn].record(stream)
 
     def close(self) -> None:
+        """Free its memory and events."""
         for host, device, read in zip(self._host, self._device, self._read, strict=True):
             host.close()
             device.close()
@@ -89,6 +90,7 @@ class Lane:
         self._result = None
 
     def close(self) -> None:
+        """Free its memory and its event."""
         self.host.close()
         self._done.close()
 

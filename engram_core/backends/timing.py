@@ -49,6 +49,7 @@ class ProjectionTimer:
         self._is_pending = place == 2
 
     def close(self) -> None:
+        """Free its events."""
         for mark in self._marks:
             mark.close()
 
@@ -87,5 +88,6 @@ class WayShares:
             observer.part("d2h", seconds * self._shares[1])
 
     def close(self) -> None:
+        """Free its events."""
         for mark in self._marks:
             mark.close()

@@ -19,11 +19,16 @@ class Named(Protocol):
     """A tensor of either format, before its type is looked at."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As the file has it."""
+
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """Of the file it lies in."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Outermost dim first."""
 
 
 @dataclass(frozen=True)

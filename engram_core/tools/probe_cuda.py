@@ -55,7 +55,8 @@ STORED_ENCODINGS = ("E4M3_E8M0_32", "Q8_0", "Q4_K", "Q3_K", "Q2_K")
 class Closes(Protocol):
     """Something the device holds for us."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free it."""
 
 
 Part = TypeVar("Part", bound=Closes)

@@ -40,9 +40,12 @@ class RowStream(Protocol):
     """What is written as the rows of one tensor. piece_rows: how many to ask for at a time."""
 
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """Of one row as it is written."""
+
     @property
-    def piece_rows(self) -> int: ...
+    def piece_rows(self) -> int:
+        """How many rows to ask for at a time."""
 
     def read_into(self, out: NDArray[np.uint8], first: int) -> RowErrors:
         """Fill rows first, first + 1, ... into uint8 [n, row_bytes], contiguous."""

@@ -33,19 +33,25 @@ MAX_TRAILER_BYTES = 6 << 10
 class Context(Protocol):
     """What is used of gRPC's context of an RPC."""
 
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """Return the client's metadata."""
 
-    def peer(self) -> str: ...
+    def peer(self) -> str:
+        """Return who asks, as gRPC names it."""
 
-    async def read(self) -> Any: ...
+    async def read(self) -> Any:
+        """Return the next message of a stream, EOF behind the last."""
 
-    async def write(self, message: bytes) -> None: ...
+    async def write(self, message: bytes) -> None:
+        """Send a message."""
 
-    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None: ...
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        """Send metadata before the first message."""
 
     async def abort(
         self, code: Any, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]]
-    ) -> NoReturn: ...
+    ) -> NoReturn:
+        """End with a status; raises."""
 
 
 def begin(state: ServiceState, operation: Operation, context: Context) -> tuple[Call, Headers]:
