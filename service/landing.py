@@ -38,6 +38,14 @@ class Landing:
             self._address = addressof(c_char.from_buffer(self._piece))
         return self._piece[pad:]
 
+    def landed(self, pad: int, num_bytes: int) -> memoryview:
+        """Return what came into the space given last. pad: as it was then
+
+        The space itself is nobody's to keep: a connection that read nothing would hold its piece.
+        """
+        assert self._piece is not None
+        return self._piece[pad : pad + num_bytes]
+
     def keep(self, data: Buffer, begin: int, num_bytes: int) -> memoryview | None:
         """Leave a piece to the body that begins in what landed: the body's place, whole.
 

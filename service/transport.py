@@ -95,17 +95,14 @@ class Receiver(_Holder):
     def __init__(self, connection: Connection, landing: Landing) -> None:
         super().__init__(connection)
         self._landing = landing
-        self._space = memoryview(b"")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes land."""
-        self._space = space = self._landing.space(self._connection.pad)
-        return space
+        return self._landing.space(self._connection.pad)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Hand over what landed."""
-        data, self._space = self._space[:nbytes], memoryview(b"")
-        self._connection.came(data)
+        self._connection.came(self._landing.landed(self._connection.pad, nbytes))
 
     def eof_received(self) -> bool:
         """Tell the connection."""
@@ -478,6 +475,9 @@ class Connection(HttpToolsProtocol):
         """End with a refusal. What still comes is read on for a moment: closed at once, the peer's
         bytes that nobody read would take our answers with them."""
         self._is_told = True
+        if self._running is not None:  # whose body will not come
+            self._running.disconnected = True
+            self._running.message_event.set()
         self.transport.write(self._refusal)
         if not self.transport.can_write_eof():
             self.transport.close()

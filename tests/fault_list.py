@@ -1390,6 +1390,24 @@ FAULTS = (
         f"{AT_ONCE}::test_bodies_that_landed_are_each_other_s_neighbours_not_their_heirs",
     ),
     fault(
+        "idle-connection-holds-where-it-would-have-read",
+        "service/transport.py",
+        "        return self._landing.space(self._connection.pad)\n",
+        "        self._space = self._landing.space(self._connection.pad)\n"
+        "        return self._space\n",
+        f"{AT_ONCE}::test_a_connection_that_read_nothing_holds_no_memory",
+    ),
+    fault(
+        "body-that-is-no-http-is-waited-for",
+        "service/transport.py",
+        "            self._running.disconnected = True\n"
+        "            self._running.message_event.set()\n"
+        "        self.transport.write(self._refusal)\n",
+        "            pass\n        self.transport.write(self._refusal)\n",
+        "tests/service/test_transport.py"
+        "::test_request_whose_body_is_no_http_is_told_that_its_peer_is_gone",
+    ),
+    fault(
         "large-bodies-land-askew",
         "service/exchange.py",
         "        line.pad = -came.begin % ALIGNMENT\n",

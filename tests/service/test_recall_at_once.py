@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from engram_client.http1 import Request, Response
 from engram_core.backends import cpu
 from engram_core.engine_types import OpenRequest
 from engram_core.errors import Internal
+from engram_core.host_memory import PooledMemory
 from service import bodies, exchange, recall
 from service.app import create_app
 from service.desk import MAX_TALLIED
@@ -29,7 +31,7 @@ from service.loading import load_model
 from service.recall import Recall
 from service.settings import Settings
 from service.state import Model
-from service.transport import Connection
+from service.transport import Connection, Receiver
 from tests.native.host_library import build_cpu_library
 from tests.service.door import InProcess, tensor_body
 from tests.service.shared_line import Line as SharedLine
@@ -686,6 +688,26 @@ def test_no_tokens_in_shared_memory_are_answered_every_time(
     found: list[int] = []
     attached.runner.run(talk_to(attached, talk, Wire(path=path)))
     assert found == [200, 200, 200]
+
+
+def test_a_connection_that_read_nothing_holds_no_memory(
+    attached: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at its end, or where TLS has no whole record: it was asked where bytes may land."""
+    memory = PooledMemory(np.zeros(2 * LANDING_BYTES, np.uint8))
+    monkeypatch.setattr(attached.state.pool, "memory", memory)
+    landing = attached.app.state.fast_path.landing
+
+    def receiver(came: Callable[[memoryview], object]) -> Receiver:
+        return Receiver(SimpleNamespace(pad=0, came=came), landing)  # type: ignore[arg-type]
+
+    idle = [receiver(len) for _ in range(8)]
+    busy = receiver(lambda data: landing.keep(data, 0, 64))
+    for each in idle:
+        for one in (each, busy):
+            one.get_buffer(-1)
+        busy.buffer_updated(64)
+    assert memory.pieces.used_bytes == 0
 
 
 @pytest.fixture

@@ -146,6 +146,28 @@ def test_nothing_behind_what_is_no_http_is_taken_for_a_request(ask: Ask) -> None
     assert answer.count(b"HTTP/1.1") == 2  # the document's `expected` is one of them
 
 
+def test_request_whose_body_is_no_http_is_told_that_its_peer_is_gone(
+    ask: Ask, door: InProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own refusal, sent behind the end of what the connection writes, would be a fault."""
+    monkeypatch.setattr(bodies, "GRACE_S", 0.02)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(OPEN + b"Transfer-Encoding: chunked\r\n\r\n")
+        while not door.state.num_active:
+            await asyncio.sleep(0)
+        writer.write(b"no size\r\n")
+        refusal = await read_answer(reader)
+        while door.state.num_active:
+            await asyncio.sleep(0)
+        return refusal + await reader.read()
+
+    answer = ask(talk)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 2  # the document's `expected` is one of them
+    assert not caplog.records[1:]  # that it is no HTTP is said
+
+
 def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.Connection, "_watch_idle", _at_once)
     assert ask(say(b"GET /livez HT")) == b""
