@@ -307,7 +307,7 @@ class Exchange:
         """Open a session here, or settle what is in doubt about it."""
         state = need.state
         if state.is_closed:
-            raise SessionClosed(f"session {state.session_id} was closed")
+            raise SessionClosed(f"session {state.session_id} was closed: open another")
         taken: list[SessionState] = []
         if all(state is not other for other in held):
             yield from self._lock([need], taken)

@@ -169,9 +169,7 @@ class ResponseReader:
                 self._filled += count
                 self._read_head()
         except WireError as error:
-            raise BadAnswer(
-                f"{error.message}: expected {error.expected}, got {error.got}"
-            ) from error
+            raise BadAnswer(str(error)) from error
 
     def take(self, data: memoryview) -> None:
         """Take bytes that were received elsewhere. Raises as `received`."""

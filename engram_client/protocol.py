@@ -339,7 +339,7 @@ class EngramProtocol(Exchange):
             try:
                 answer = read_answer(tensors, batch, options.output, options.layers)
             except WireError as error:
-                raise BadAnswer(f"{error}: expected {error.expected}, got {error.got}") from error
+                raise BadAnswer(str(error)) from error
             if batch.token_ids is not None:
                 _record_step(batch, answer, options.truncate)
             return answer
@@ -448,7 +448,7 @@ def _view(response: Response, count: int) -> TensorView:
         if wire.num_bytes(view.spec) != view.data.nbytes or shape[0] != count:
             raise WireError("bytes or rows", expected=f"{count} rows", got=view.spec)
     except WireError as error:
-        raise BadAnswer(f"a tensor's answer: {error.message}, got {error.got!r}") from error
+        raise BadAnswer(f"a tensor's answer: {error}") from error
     return view
 
 
@@ -477,4 +477,4 @@ def _tensors(response: Response) -> dict[str, TensorView]:
     try:
         return wire.decode_tensors(response.body)
     except WireError as error:
-        raise BadAnswer(f"{error}: expected {error.expected}, got {error.got}") from error
+        raise BadAnswer(str(error)) from error

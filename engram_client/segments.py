@@ -109,7 +109,7 @@ class Batch:
             if (epochs >= 0).all():
                 arrays["epoch"] = epochs
             elif (epochs >= 0).any():
-                raise ValueError("epoch: expected for all sessions of a step or for none")
+                raise ValueError("epoch: expected for all sessions of a step or for none, got some")
         if self.lookback is not None:
             arrays["lookback"] = self.lookback.astype(np.int32)
         for name in ("hash_ids", "token_ids", "mask"):
@@ -177,10 +177,11 @@ def batch_of(segments: Sequence[Segment], max_ngram_size: int) -> Batch:
     hash_ids = _column(fields["hash_ids"], "hash_ids")
     lookbacks = _column(fields["lookback"], "lookback")
     sources = (_column(fields["session"], "session"), lookbacks, hash_ids)
-    if segments and sum(source is not None for source in sources) != 1:
-        raise ValueError("segments: expected one source: session, lookback or hash_ids")
+    if segments and (given := sum(source is not None for source in sources)) != 1:
+        got = f"{given} of them" if given else "none"
+        raise ValueError(f"segments: expected one of session, lookback and hash_ids, got {got}")
     if lookbacks is not None and ids is None:
-        raise ValueError("segments: a lookback needs token_ids")
+        raise ValueError("segments: expected token_ids with a lookback, got none")
     token_ids, rows = None, None if hash_ids is None else list(map(len, hash_ids))
     if ids is not None:
         token_ids, rows = joined_ids(ids)
@@ -277,7 +278,9 @@ def _count(segment: Segment, state: SessionState | None, rows: int | None) -> in
         return segment.count
     if state is not None and segment.position is not None:
         return state.length - segment.position
-    raise ValueError("segment: a read needs count, or the position in a session of this client")
+    raise ValueError(
+        "segment: expected count, or the position in a session of this client, got neither"
+    )
 
 
 def _position(segment: Segment, state: SessionState | None, count: int) -> int:
@@ -287,7 +290,7 @@ def _position(segment: Segment, state: SessionState | None, count: int) -> int:
         return state.length - count
     if segment.hash_ids is not None:
         return 0
-    raise ValueError("segment: expected a position where the session is not this client's")
+    raise ValueError("segment: expected a position, as the session is not this client's, got none")
 
 
 @dataclass

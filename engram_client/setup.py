@@ -36,12 +36,16 @@ def set_up(
         raise ValueError(f"transport: expected auto or socket, got {transport!r}")
     addresses = [parse_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not addresses:
-        raise ValueError("urls: expected at least one")
+        raise ValueError("urls: expected at least one, got none")
     common = "Accept-Encoding: identity\r\n"
     if api_key is not None:
         common += f"Authorization: Bearer {header_value('api_key', api_key)}\r\n"
     if owner is not None:
-        common += f"{wire.OWNER}: {header_value('owner', owner)}\r\n"
+        if not OWNER.fullmatch(owner):
+            raise ValueError(
+                f"owner: expected 1 to 128 visible ASCII characters without spaces, got {owner!r}"
+            )
+        common += f"{wire.OWNER}: {owner}\r\n"
     fixed = [f"Host: {address.authority}\r\n{common}".encode("ascii") for address in addresses]
     protocol = EngramProtocol(
         len(addresses), owner=owner, reconnect_s=reconnect_s, clock=time.monotonic

@@ -133,9 +133,7 @@ class Region:
         try:
             _pour(parts, request.sink(total))
         except wire.WireError as error:
-            raise BadAnswer(
-                f"{error.message}: expected {error.expected}, got {error.got}"
-            ) from error
+            raise BadAnswer(str(error)) from error
         response.body = memoryview(b"")
         return response
 

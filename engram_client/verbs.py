@@ -94,7 +94,8 @@ def check_step(options: StepOptions, residual: Array | None) -> None:
             f"output: expected residual, kv, rows, hash_ids or none, got {options.output!r}"
         )
     if (options.output == "residual") != (residual is not None):
-        raise ValueError("step: expected a residual with output='residual' and only there")
+        got = f"output={options.output!r} {'without' if residual is None else 'with'} one"
+        raise ValueError(f"residual: expected with output='residual' and only there, got {got}")
     if residual is not None and len(options.layers) != 1:
         raise ValueError(f"layers: expected one layer with a residual, got {options.layers}")
 
@@ -108,5 +109,5 @@ def _outs(out: Array | Mapping[int, Array] | None, options: StepOptions) -> Mapp
             raise ValueError(f"out: expected layers among {list(options.names)}, got {list(out)}")
         return out
     if len(options.names) != 1:
-        raise ValueError(f"out: expected arrays by layer for {list(options.names)}")
+        raise ValueError(f"out: expected arrays by layer, {list(options.names)}, got one array")
     return dict.fromkeys(options.names, out)

@@ -106,7 +106,7 @@ class WireError(ValueError):
     """Bytes or text that are not what the wire format asks for."""
 
     def __init__(self, message: str, expected: object, got: object) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}: expected {expected}, got {got}")
         self.message = message
         self.expected = expected
         self.got = got
@@ -398,9 +398,7 @@ def as_view(value: NDArray[Any] | torch.Tensor) -> TensorView:
         return _view_of_torch(value)  # type: ignore[arg-type]
     if not isinstance(value, np.ndarray):
         kind = type(value).__name__
-        raise WireError(
-            f"expected a numpy array or a torch tensor, got {kind}", expected="an array", got=kind
-        )
+        raise WireError("array", expected="a numpy array or a torch tensor", got=kind)
     dtype = _NAME_OF_NUMPY.get(value.dtype)
     if dtype is None:
         raise _other_dtype(str(value.dtype))
@@ -410,7 +408,7 @@ def as_view(value: NDArray[Any] | torch.Tensor) -> TensorView:
 
 def _other_dtype(got: str) -> WireError:
     expected = f"{', '.join(ITEMSIZE)} on the CPU, little-endian"
-    return WireError(f"array: expected {expected}, got {got}", expected=expected, got=got)
+    return WireError("array", expected=expected, got=got)
 
 
 def _view_of_torch(tensor: torch.Tensor) -> TensorView:

@@ -166,7 +166,9 @@ def read_keys(path: Path) -> tuple[Key, ...]:
                 f"keys_file {path}, line {number}: expected `name use|admin sha256-in-hex`"
             )
         if any(key.name == other.name or key.digest == other.digest for other in keys):
-            raise SettingsError(f"keys_file {path}, line {number}: name or key is there twice")
+            raise SettingsError(
+                f"keys_file {path}, line {number}: name or key is there twice; delete one"
+            )
         keys.append(key)
     return tuple(keys)
 
