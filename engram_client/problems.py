@@ -198,15 +198,21 @@ class Transient(EngramProblem):
     EngramUnavailable."""
 
 
+class ServiceFault(Transient):
+    """A fault of the service's own (500), which it has still after one repetition. What the call
+    was to do may be done, or not; the next one settles that."""
+
+
 _BY_CODE = {kind.code_of_class: kind for kind in EngramProblem.__subclasses__()}
-_TRANSIENT_STATUS = frozenset((408, 429, 500, 502, 503, 504))
-"""500: the service stops after a fault of its own, another replica or its successor answers."""
+_TRANSIENT_STATUS = frozenset((408, 429, 502, 503, 504))
 
 
 def problem_of(status: int, fields: Mapping[str, Any], retry_after_s: float = 0.0) -> EngramProblem:
     """Return the exception of a problem document."""
     kind: type[EngramProblem] = EngramProblem
-    if status in _TRANSIENT_STATUS:
+    if status == 500:
+        kind = ServiceFault
+    elif status in _TRANSIENT_STATUS:
         kind = Transient
     elif isinstance(code := fields.get("code"), str):
         kind = _BY_CODE.get(code, EngramProblem)

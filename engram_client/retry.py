@@ -9,6 +9,7 @@ from engram_client.problems import (
     ConnectionLost,
     EngramClientError,
     EngramUnavailable,
+    ServiceFault,
     Transient,
     WrongTable,
 )
@@ -30,6 +31,7 @@ class Patience:
         self._num_replicas = num_replicas
         self._first_s: float | None = None
         self._failures = 0
+        self._has_seen_fault = False
         self._is_told = False
 
     def should_move(self, error: EngramClientError) -> bool:
@@ -47,8 +49,14 @@ class Patience:
     def pause_s(self, error: EngramClientError) -> float:
         """Count a failure; return how long to wait before the next try.
 
-        Raises EngramUnavailable: `reconnect_s` would be over.
+        Raises EngramUnavailable: `reconnect_s` would be over; ServiceFault: the second one. A
+        service whose engine has failed refuses with 503 until its successor answers: whatever else
+        fails twice will fail again.
         """
+        if isinstance(error, ServiceFault):
+            if self._has_seen_fault:
+                raise error
+            self._has_seen_fault = True
         now = self._clock()
         if self._first_s is None:
             self._first_s = now

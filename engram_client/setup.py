@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from engram_client.state import SessionState
 
 RECONNECT_S = 60.0
 TIMEOUT_S = 60.0
+_OWNER = re.compile("[!-~]{1,128}")
+"""As every service takes it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def set_up(
     if api_key is not None:
         common += f"Authorization: Bearer {header_value('api_key', api_key)}\r\n"
     if owner is not None:
-        if not OWNER.fullmatch(owner):
+        if not _OWNER.fullmatch(owner):
             raise ValueError(
                 f"owner: expected 1 to 128 visible ASCII characters without spaces, got {owner!r}"
             )

@@ -1408,6 +1408,21 @@ FAULTS = (
         "::test_request_whose_body_is_no_http_is_told_that_its_peer_is_gone",
     ),
     fault(
+        "client-repeats-a-fault-of-the-service-for-a-minute",
+        "engram_client/retry.py",
+        "            if self._has_seen_fault:\n",
+        "            if False:\n",
+        "tests/unit/test_client_protocol.py"
+        "::test_a_fault_of_the_service_is_told_after_one_repetition",
+    ),
+    fault(
+        "client-takes-any-owner",
+        "engram_client/setup.py",
+        "        if not _OWNER.fullmatch(owner):\n",
+        "        if False:\n",
+        "tests/unit/test_client.py::test_an_owner_that_no_service_takes_is_refused_at_once",
+    ),
+    fault(
         "large-bodies-land-askew",
         "service/exchange.py",
         "        line.pad = -came.begin % ALIGNMENT\n",

@@ -250,6 +250,12 @@ def test_info_weights_and_owners(client: EngramClient) -> None:
     assert client.close_owner("a former/one") == 1
 
 
+@pytest.mark.parametrize("owner", ["", "a b", "a\r\nb", "\xe9", "a" * 129])
+def test_an_owner_that_no_service_takes_is_refused_at_once(owner: str) -> None:
+    with pytest.raises(ValueError, match="owner: expected 1 to 128 visible ASCII"):
+        EngramClient("http://127.0.0.1:1", owner=owner)
+
+
 def test_key_owner_and_table_are_told_with_every_request(service: FakeService) -> None:
     script = serving(service, LOCK)
     with (

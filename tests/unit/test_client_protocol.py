@@ -298,6 +298,31 @@ def test_a_429_is_waited_out_as_long_as_it_asks(harness: Harness, code: str) -> 
     assert harness.pauses == [0.7]
 
 
+def test_a_fault_of_the_service_is_told_after_one_repetition(harness: Harness) -> None:
+    state = harness.open()
+    asked = []
+
+    def refuse(request: Request) -> Refusal:
+        asked.append(request.target)
+        return Refusal(500, "internal", detail="request 7 failed")
+
+    harness.services[0].refuse = refuse
+    with pytest.raises(problems.ServiceFault, match="500 internal: request 7 failed"):
+        harness.push(state, [1])
+    assert len(asked) == 2
+    assert harness.now_s < 1
+    harness.services[0].refuse = lambda _: None
+    harness.push(state, [2])
+    assert held_ids(harness.services[0], state) == [2]
+
+
+def test_a_fault_of_the_service_that_passes_is_not_told(harness: Harness) -> None:
+    state = harness.open()
+    refuse_once(harness.services[0], Refusal(500, "internal"))
+    harness.push(state, [1])
+    assert held_ids(harness.services[0], state) == [1]
+
+
 def test_a_503_moves_on_at_once_where_there_is_another_address(pair: Harness) -> None:
     state = pair.open()
     pair.services[0].refuse = lambda _: Refusal(503, "draining", retry_after_ms=5000)
