@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -62,3 +63,28 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
     lines = head.lower().split(b"\r\n")
     length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
     return head + await reader.readexactly(length)
+
+
+def ask(
+    runner: asyncio.Runner,
+    door: InProcess,
+    *requests: bytes,
+    between: Callable[[], object] = lambda: None,
+) -> list[bytes]:
+    """Send requests over one connection, each after the answer to the one before."""
+    answers: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for request in requests:
+            writer.write(request)
+            answers.append(await read_answer(reader))
+            between()
+        return b""
+
+    runner.run(talk_to(door, talk, Wire()))
+    return [*map(timeless, answers)]
+
+
+def timeless(answer: bytes) -> bytes:
+    """An answer without the headers that differ from request to request."""
+    return re.sub(rb"(server-timing|date|x-request-id): [^\r]*\r\n", b"", answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from service import heads
 from service.recall import Recall
 from tests.service.conftest import MAX_TOKENS
 from tests.service.door import InProcess, tensor_body
-from tests.service.talk import Wire, read_answer, talk_to
+from tests.service.talk import ask
 
 BODY = tensor_body(torch.ones((2, 2, 64), dtype=torch.bfloat16))["content"]
 TARGET = "/v1/sessions/{}/layers/{}/residual?{}"
@@ -74,26 +73,6 @@ def read(target: str, **headers: str) -> bytes:
     }
     lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items())]
     return "\r\n".join([*lines, "", ""]).encode() + BODY
-
-
-def ask(
-    runner: asyncio.Runner,
-    door: InProcess,
-    *requests: bytes,
-    between: Callable[[], object] = lambda: None,
-) -> list[bytes]:
-    """Send requests over one connection, each after the answer to the one before."""
-    answers: list[bytes] = []
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        for request in requests:
-            writer.write(request)
-            answers.append(await read_answer(reader))
-            between()
-        return b""
-
-    runner.run(talk_to(door, talk, Wire()))
-    return [re.sub(rb"(server-timing|date|x-request-id): [^\r]*\r\n", b"", a) for a in answers]
 
 
 def test_a_remembered_head_gives_the_same_bytes(

@@ -27,7 +27,7 @@ from service.turn import Turn
 from tests.native.host_library import build_cpu_library
 from tests.projecting import ProjectingNear, let_it_project
 from tests.service.door import InProcess, i32, i64, step_body
-from tests.service.talk import Wire, read_answer, talk_to
+from tests.service.talk import Wire, ask, read_answer, talk_to, timeless
 
 Ask = Callable[..., list[bytes]]
 RESIDUAL = "/v1/step?output=residual&layers=1"
@@ -46,18 +46,7 @@ class Served:
     def ask(
         self, door: InProcess, *requests: bytes, between: Callable[[], object] = lambda: None
     ) -> list[bytes]:
-        """Send requests over one connection, each after the answer to the one before."""
-        answers: list[bytes] = []
-
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-            for request in requests:
-                writer.write(request)
-                answers.append(await read_answer(reader))
-                between()
-            return b""
-
-        self.runner.run(talk_to(door, talk, Wire()))
-        return [re.sub(rb"(server-timing|date|x-request-id): [^\r]*\r\n", b"", a) for a in answers]
+        return ask(self.runner, door, *requests, between=between)
 
 
 def counted(of: Callable[..., bool], served: Served, name: str) -> Callable[..., bool]:
@@ -392,7 +381,7 @@ class Together:
             return b""
 
         self._served.runner.run(talk_to(self._door, talk, Wire()))
-        return [re.sub(rb"(server-timing|date|x-request-id): [^\r]*\r\n", b"", a) for a in answers]
+        return [*map(timeless, answers)]
 
 
 @pytest.fixture
