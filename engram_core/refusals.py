@@ -70,8 +70,8 @@ def _error(
         case Verdict.CONFLICT:
             return errors.Conflict(
                 f"token_ids[{first_difference}]: expected the id held at position"
-                f" {position + first_difference}, got another; rewind, or push with"
-                " on_conflict=truncate",
+                f" {position + first_difference}, got another; rewind, or push with truncate"
+                " (over HTTP on_conflict=truncate)",
                 index=first_difference,
                 **now,
             )

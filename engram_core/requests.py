@@ -92,7 +92,7 @@ def check_step(request: StepRequest, geometry: Geometry, limits: EngineLimits) -
     if request.stored and request.output is not Output.ROWS:
         raise BadRequest(f"encoding: only rows come as stored, not {request.output}")
     if request.truncate and (segments.session_id is None or segments.token_ids is None):
-        raise BadRequest("on_conflict: only token_ids pushed to sessions can truncate")
+        raise BadRequest("truncate (over HTTP: on_conflict): only token_ids pushed to sessions can")
     _check_residual(request, num_tokens, geometry)
     return layers
 

@@ -195,7 +195,9 @@ def check(call: Call, operation: Operation, scope: Scope) -> None:
     client = scope.get("client")
     call.peer = tuple(client) if client else None
     plain = dict(scope["headers"])
-    call.if_none_match = plain.get(b"if-none-match", b"").decode("latin-1")
+    if b"if-none-match" in plain:
+        tags = [value for name, value in scope["headers"] if name == b"if-none-match"]
+        call.if_none_match = b",".join(tags).decode("latin-1")
     _check_media(operation, plain, has_body=not call.inbox.is_complete)
     check_table(call)
     call.connection = connection_of(scope)

@@ -26,7 +26,7 @@ PIECE_BYTES = CHUNK_VALUES * (4 + 2)
 def answer_weights(call: Call, model: Model, layer: int, names: Sequence[str]) -> Response:
     """Return the answer: 304 if the client has this table's, else a safetensors file."""
     etag = f'"{model.checkpoint.identity}"'
-    if etag in [tag.strip() for tag in call.if_none_match.split(",")]:
+    if _is_named(etag, call.if_none_match):
         return Response(status_code=304, headers={"etag": etag})
     geometry = model.checkpoint.geometry
     source = model.checkpoint.layers[geometry.layer_index(layer)]
@@ -37,6 +37,12 @@ def answer_weights(call: Call, model: Model, layer: int, names: Sequence[str]) -
     asked = {name: specs[name] for name in names}
     call.lease.add(min(PIECE_BYTES, 3 * wire.encoded_size(asked)), "the answer")
     return _WeightsAnswer(call, source, asked, etag)
+
+
+def _is_named(etag: str, asked: str) -> bool:
+    """Whether If-None-Match names a tag, weakly compared, or `*`. Source: RFC 9110, 13.1.2"""
+    tags = [tag.strip() for tag in asked.split(",")]
+    return tags == ["*"] or etag in [tag.removeprefix("W/") for tag in tags]
 
 
 class _WeightsAnswer(Response):

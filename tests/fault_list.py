@@ -1423,6 +1423,13 @@ FAULTS = (
         "tests/unit/test_client.py::test_an_owner_that_no_service_takes_is_refused_at_once",
     ),
     fault(
+        "weights-are-sent-to-who-names-their-tag-weakly",
+        "service/weights.py",
+        '[tag.removeprefix("W/") for tag in tags]',
+        "tags",
+        "tests/service/test_routes.py::test_weights_are_served_once_per_table",
+    ),
+    fault(
         "large-bodies-land-askew",
         "service/exchange.py",
         "        line.pad = -came.begin % ALIGNMENT\n",

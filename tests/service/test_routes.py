@@ -56,8 +56,15 @@ def test_weights_are_served_once_per_table(door: InProcess, model: Model) -> Non
     }
     etag = answer.headers["etag"]
     assert etag == f'"{model.checkpoint.identity}"'
-    again = door.get("/v1/layers/1/weights", headers={"if-none-match": f'"x", {etag}'})
-    assert (again.status_code, again.content) == (304, b"")
+    for told in ([f'"x", {etag}'], [etag, '"x"'], [f"W/{etag}"], ["*"]):
+        again = door.get(
+            "/v1/layers/1/weights", headers=[("if-none-match", value) for value in told]
+        )
+        assert (again.status_code, again.content) == (304, b""), told
+        assert again.headers["etag"] == etag
+    for told in ('"x"', f'"{etag}"', '"*"', ""):
+        answer = door.get("/v1/layers/1/weights?names=qk", headers={"if-none-match": told})
+        assert answer.status_code == 200, told
 
 
 def test_session_is_opened_told_and_closed(door: InProcess) -> None:

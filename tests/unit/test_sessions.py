@@ -229,6 +229,13 @@ def test_conflict_names_the_first_difference(toy: Pool) -> None:
     assert (values["index"], values["length"], values["epoch"]) == (1, 5, toy.state().epoch)
 
 
+def test_conflict_says_what_to_do_in_the_words_of_every_door(toy: Pool) -> None:
+    with pytest.raises(errors.StepRefused) as caught:
+        toy.push(1, [7, 8, 8])
+    message = caught.value.first.message
+    assert message.endswith("push with truncate (over HTTP on_conflict=truncate)")
+
+
 def test_dead_flag_takes_part_in_the_comparison(toy: Pool) -> None:
     assert refused(errors.Conflict, toy.push, 4, [DEAD])["index"] == 0
     toy.push(5, [DEAD])
