@@ -382,6 +382,11 @@ def format_ranges(indices: Iterable[int] | NDArray[np.int64]) -> str:
     return ",".join(parts)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype. Raises KeyError: it has none here."""
+    return _NAME_OF_TORCH[str(dtype)]
+
+
 def is_torch(value: object) -> bool:
     """Tell whether a value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")

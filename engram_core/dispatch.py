@@ -14,6 +14,7 @@ import torch
 from engram_core.backends.base import Backend
 from engram_core.engine_types import EPOCH_OPENED, EngineLimits, Output, StepAnswer, StepRequest
 from engram_core.fence import Asked
+from engram_core.geometry import Geometry
 from engram_core.jobs import Job, Read
 from engram_core.pages import Ints
 from engram_core.requests import check_step
@@ -130,25 +131,30 @@ class Dispatcher:
         self, request: StepRequest, layers: tuple[int, ...], num_tokens: int
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of an answer, one a layer; a residual is its own."""
-        sizes = self._geometry
+        if request.output is Output.NONE:
+            return ()
+        if request.residual is not None:
+            return (request.residual,)
         memory = request.memory or self._memory
-        match request.output:
-            case Output.RESIDUAL:
-                assert request.residual is not None
-                return (request.residual,)
-            case Output.KV:
-                shape = (num_tokens, sizes.hc_mult + 1, sizes.dim)
-                return tuple(memory.tensor(shape, torch.bfloat16) for _ in layers)
-            case Output.ROWS if request.stored:
-                row = num_tokens, sizes.n_hash_cols
-                return tuple(
-                    memory.tensor((*row, self._row_bytes[layer]), torch.uint8) for layer in layers
-                )
-            case Output.ROWS:
-                shape = (num_tokens, sizes.n_hash_cols, sizes.head_dim)
-                return tuple(memory.tensor(shape, torch.bfloat16) for _ in layers)
-            case Output.HASH_IDS:
-                columns = num_tokens, sizes.n_hash_cols
-                return tuple(memory.tensor(columns, torch.int64) for _ in layers)
-            case Output.NONE:
-                return ()
+        return tuple(
+            memory.tensor(*answer_form(request, num_tokens, self._geometry, self._row_bytes[layer]))
+            for layer in layers
+        )
+
+
+def answer_form(
+    request: StepRequest, num_tokens: int, geometry: Geometry, row_bytes: int
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of what a step reads of a layer. row_bytes: of the layer"""
+    match request.output:
+        case Output.RESIDUAL:
+            assert request.residual is not None
+            return (num_tokens, geometry.hc_mult, geometry.dim), request.residual.dtype
+        case Output.KV:
+            return (num_tokens, geometry.hc_mult + 1, geometry.dim), torch.bfloat16
+        case Output.ROWS if request.stored:
+            return (num_tokens, geometry.n_hash_cols, row_bytes), torch.uint8
+        case Output.ROWS:
+            return (num_tokens, geometry.n_hash_cols, geometry.head_dim), torch.bfloat16
+        case _:
+            return (num_tokens, geometry.n_hash_cols), torch.int64

@@ -187,14 +187,7 @@ def _session(state: SessionState, status: int = 200) -> Response:
 
 
 def _pushed(session_id: int, result: PushResult) -> schemas.Pushed:
-    return schemas.Pushed.model_construct(
-        session_id=session_id,
-        length=result.length,
-        base=result.base,
-        epoch=result.epoch,
-        appended=result.appended,
-        removed=result.removed,
-    )
+    return schemas.Pushed.model_construct(session_id=session_id, **vars(result))
 
 
 def _json(document: BaseModel, status: int = 200) -> Response:

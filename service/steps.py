@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engram_client import wire
 from engram_client.wire import TensorSpec, TensorView
 from engram_core.direct import Answer, Ask
+from engram_core.dispatch import answer_form
 from engram_core.engine_types import EPOCH_OPENED, Output, Segments, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, SchemaError, TooManyTokens
 from engram_core.geometry import Geometry
@@ -417,20 +418,9 @@ def answer_specs(request: StepRequest, model: Model) -> dict[str, TensorSpec]:
 def output_spec(request: StepRequest, layer: int, num_tokens: int, model: Model) -> TensorSpec:
     """Return dtype and shape of what a step reads of a layer."""
     geometry = model.checkpoint.geometry
-    match request.output:
-        case Output.RESIDUAL:
-            assert request.residual is not None
-            dtype = "F32" if request.residual.dtype == torch.float32 else "BF16"
-            return dtype, (num_tokens, geometry.hc_mult, geometry.dim)
-        case Output.KV:
-            return "BF16", (num_tokens, geometry.hc_mult + 1, geometry.dim)
-        case Output.ROWS if request.stored:
-            row_bytes = model.backend.row_bytes[geometry.layer_index(layer)]
-            return "U8", (num_tokens, geometry.n_hash_cols, row_bytes)
-        case Output.ROWS:
-            return "BF16", (num_tokens, geometry.n_hash_cols, geometry.head_dim)
-        case _:
-            return "I64", (num_tokens, geometry.n_hash_cols)
+    row_bytes = model.backend.row_bytes[geometry.layer_index(layer)]
+    shape, dtype = answer_form(request, num_tokens, geometry, row_bytes)
+    return wire.dtype_name(dtype), shape
 
 
 def answer_bytes(request: StepRequest, model: Model) -> int:

@@ -101,14 +101,7 @@ def session_reply(state: SessionState) -> pb.Session:
 
 def pushed_reply(session_id: int, result: PushResult) -> pb.Pushed:
     """Return the message of a push or rewind."""
-    return pb.Pushed(
-        session_id=session_id,
-        length=result.length,
-        base=result.base,
-        epoch=result.epoch,
-        appended=result.appended,
-        removed=result.removed,
-    )
+    return pb.Pushed(session_id=session_id, **vars(result))
 
 
 # ---- steps
