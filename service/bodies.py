@@ -142,15 +142,20 @@ async def _receive(inbox: Inbox, buffer: memoryview) -> memoryview:
             async with asyncio.timeout(GRACE_S) as deadline:
                 await _fill(inbox, buffer, deadline)
         except TimeoutError:
-            raise RequestTimeout(
-                "the body came too slowly",
-                expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
-                got=f"{inbox.num_bytes} bytes",
-            ) from None
+            raise too_slow(inbox.num_bytes) from None
     end = inbox.num_bytes
     if inbox.length is not None and end != len(buffer):
         raise BadRequest("the body is shorter than announced", expected=len(buffer), got=end)
     return buffer[:end]
+
+
+def too_slow(num_bytes: int) -> RequestTimeout:
+    """Return the refusal of a body of which so much came in time."""
+    return RequestTimeout(
+        "the body came too slowly",
+        expected=f">= {MIN_BYTES_PER_S} bytes/s after {GRACE_S:g} s",
+        got=f"{num_bytes} bytes",
+    )
 
 
 async def _fill(inbox: Inbox, buffer: memoryview, deadline: asyncio.Timeout | None) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engram_client import wire
-from engram_core.errors import BadRequest, SchemaError, UnknownLayer
+from engram_core.errors import BadRequest, SchemaError
 from engram_core.host_memory import HostMemory
 from service import strict
 from service.access import Key, check_scope
@@ -118,7 +118,7 @@ class Call:
     def layer(self, model: Model) -> int:
         """Return the layer id of the path. Raises SchemaError, UnknownLayer."""
         layer = strict.integer(self.path["layer"], "layer", 0)
-        check_layer(layer, model)
+        model.checkpoint.geometry.layer_index(layer)  # refuses others
         return layer
 
     def integer(self, name: str, default: int, low: int = 0, high: int = strict.INT64_MAX) -> int:
@@ -150,13 +150,6 @@ class Call:
         self.shared = None
         if self._lease is not None:
             self._lease.close()
-
-
-def check_layer(layer: int, model: Model) -> None:
-    """Raises UnknownLayer."""
-    known = model.checkpoint.geometry.layer_ids
-    if layer not in known:
-        raise UnknownLayer(f"layer {layer} has no Engram", expected=list(known), got=layer)
 
 
 Handler = Callable[[Call], Awaitable[Response]]

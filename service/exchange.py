@@ -26,7 +26,6 @@ from service.bodies import Buffer, Headers
 from service.calls import Call, find_shared
 from service.desk import GONE, Desk, answer_headers
 from service.landing import ALIGNMENT, LANDING_BYTES, Landing
-from service.problems import RequestTimeout
 from service.reads import TensorRead, note
 from service.shm import Connection
 from service.state import Model, ServiceState
@@ -307,12 +306,7 @@ class Exchange:
         if left > 0:
             self._watch(left, self._check_pace)
             return
-        late = RequestTimeout(
-            "the body came too slowly",
-            expected=f">= {bodies.MIN_BYTES_PER_S} bytes/s after {bodies.GRACE_S:g} s",
-            got=f"{self._end} bytes",
-        )
-        self._refuse(late)
+        self._refuse(bodies.too_slow(self._end))
 
     # ---- the answer
 

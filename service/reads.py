@@ -22,7 +22,7 @@ from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnsw
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
 from service import operations, steps, strict
 from service.bodies import Buffer
-from service.calls import Call, check_layer
+from service.calls import Call
 from service.operations import Operation
 from service.state import Model
 
@@ -389,7 +389,7 @@ def check_options(options: steps.StepOptions, model: Model) -> None:
         got = str(options.output)
         raise SchemaError("encoding=stored is for rows", expected="output=rows", got=got)
     for layer in options.layers:
-        check_layer(layer, model)
+        model.checkpoint.geometry.layer_index(layer)  # refuses others
     if len(set(options.layers)) != len(options.layers):
         got = str(list(options.layers))[:80]
         raise SchemaError("layers: one is there twice", expected="each once", got=got)

@@ -28,7 +28,7 @@ from starlette.types import Scope
 from engram_client import wire
 from engram_core.errors import BadRequest, EngramError, Overloaded, SchemaError
 from engram_core.host_memory import HostMemory
-from service.bodies import CONNECTION, Buffer
+from service.bodies import CONNECTION, Buffer, Peer
 from service.problems import NotFound
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -80,7 +80,7 @@ class Region:
         return self.memory[offset : offset + num_bytes]
 
 
-class Connection(Protocol):
+class Connection(Peer, Protocol):
     """A connection, for those who answer on it.
 
     tenant: the name of the key that asked last; region: its shared memory
@@ -95,14 +95,6 @@ class Connection(Protocol):
 
     def abort(self) -> None:
         """Cut it at once."""
-
-    @property
-    def has_body(self) -> bool:
-        """Whether the body of the request that came last is there."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether what is sent would have to wait."""
 
     def check_sharing(self) -> None:
         """See that a region can be given. Raises NotFound, BadRequest, ClientGoneError."""
