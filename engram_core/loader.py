@@ -30,12 +30,10 @@ from engram_core.memory import (
     Placement,
     plan,
 )
+from engram_core.progress import Progress
 from engram_core.quant import to_bf16
 from engram_core.tables import DiskTable, HostTable, Table
 from engram_core.weights import EngramLayerWeights
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is loaded, how many of its bytes are there, and how many there will be."""
 
 _CHUNK_BYTES = 64 << 20
 _CUDA_MODULE = "engram_core.backends.cuda"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from ctypes import byref, c_int32
 
@@ -38,12 +37,11 @@ from engram_core.memory import (
     check,
     plan,
 )
+from engram_core.progress import Progress
 from engram_core.quant import to_bf16
 from engram_core.tables import DiskTable
 
 __all__ = ["CudaBackend", "EngramV41", "load", "plan_on_device"]
-
-Progress = Callable[[str, int, int], None]
 
 STAGE_BYTES = 64 << 20
 """Of each of the two pinned stages a file passes through."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from engram_core.checkpoint.files import RegularFile, refusal
 from engram_core.checkpoint.gguf import GgufTensor, read_gguf
 from engram_core.checkpoint.layouts import GGUF_MANIFEST
+from engram_core.progress import Progress
 
 PIECE_BYTES = 64 << 20
 """Size of a piece: large enough to read at full speed, small enough to say where."""
@@ -25,8 +25,6 @@ DIGEST_BYTES = 32
 _LEAST_PIECE, _LARGEST_PIECE = 4_096, 1 << 30
 _READ_BYTES = 4 << 20
 _I8 = 24
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,13 @@ from engram_core.checkpoint import Checkpoint, open_checkpoint
 from engram_core.errors import CheckpointError, SchemaError
 from engram_core.hashing import EngramHasher
 from engram_core.loader import weights_from_source
+from engram_core.progress import Progress
 from engram_core.quant import requantize
 from engram_core.tables import DiskTable
 from engram_core.token_map import read_tokenizer
 from engram_core.tools.gate_terms import gate_values, updates
 from engram_core.tools.presets import installed_tokenizer
 from engram_core.weights import EngramLayerWeights
-
-Progress = Callable[[str, int, int], None]
 
 MAX_TOKENS = 1_024
 """Tokens of the text that are looked at: 24,576 rows of a layer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from engram_core.backends.stored_wkv import BATCH_CLASSES
 from engram_core.doctor_report import NAME, VERSION
 from engram_core.errors import EngramError
 from engram_core.machine import fingerprint
+from engram_core.progress import Progress
 from engram_core.tools.probe import Reading, Sizes, rate, reading, reason
 from engram_core.tools.probe_cuda import STORED_ENCODINGS, CudaProbe
 from engram_core.tools.probe_host import WkvPass, probe_disk, probe_memory
@@ -36,8 +37,6 @@ _DISK_SHARES = 4
 """The scratch file is written for as long as so many readings take, at most."""
 _SAMPLED_SHARE = 1 / 3
 _STEADY = 1.3
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

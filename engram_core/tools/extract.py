@@ -10,7 +10,6 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from engram_core.checkpoint import LayerSource, TensorSource, open_checkpoint
 from engram_core.checkpoint.files import refusal
 from engram_core.checkpoint.manifest import PIECE_BYTES, num_pieces
 from engram_core.checkpoint.write import write_fully, written_aside
+from engram_core.progress import Progress
 from engram_core.tools.extract_plan import FilePlan, PlannedLayer, plan_file, plan_layer
 from engram_core.tools.layout_a import tensor_name
 from engram_core.tools.row_stream import RowErrors, fill
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_CLAMP = 1e-6
+from engram_core.backends.gate import CLAMP
 
 
 def gate_values(
@@ -22,7 +22,7 @@ def gate_values(
     rstd = torch.rsqrt(residual.square().mean(-1) + eps)
     rstd = rstd * torch.rsqrt(key.square().mean(-1) + eps)
     dot = (residual * qk * key).sum(-1) * rstd * dim**-0.5
-    return torch.sigmoid(torch.copysign(dot.abs().clamp_min(_CLAMP).sqrt(), dot))
+    return torch.sigmoid(torch.copysign(dot.abs().clamp_min(CLAMP).sqrt(), dot))
 
 
 def updates(gate: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from engram_core.checkpoint.write import (
 )
 from engram_core.errors import SchemaError
 from engram_core.geometry import EngramHashTables
+from engram_core.progress import Progress
 from engram_core.quant import QUANT_GROUP, ROW264, row_format
 from engram_core.token_map import token_map_of, tokenizer_of
 from engram_core.tools.layout_a import ARCH, tensor_name
@@ -30,8 +31,6 @@ from engram_core.tools.presets import Preset, preset, tokenizer_json
 from engram_core.tools.sparse_rows import sparse_rows
 from engram_core.tools.synth_constants import config_json, gguf_metadata
 from engram_core.tools.synth_values import random_rows
-
-Progress = Callable[[str, int, int], None]
 
 FORMATS = {
     "gguf": ("F32", "F16", "BF16", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from engram_core.checkpoint import Checkpoint, open_checkpoint
 from engram_core.checkpoint.manifest import ManifestCheck, check_manifest
 from engram_core.hashing import EngramHasher
 from engram_core.loader import load
+from engram_core.progress import Progress
 from engram_core.tools import plain
-
-Progress = Callable[[str, int, int], None]
 
 _NUM_TOKENS = 64
 _NUM_RANDOM_ROWS = 256

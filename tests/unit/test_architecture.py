@@ -20,7 +20,7 @@ PACKAGES = ("engram_core", "engram_client", "service")
 # line do not import each other. A file that is not listed fails the test: this is the map.
 LEVELS = {
     "engram_core": [
-        "errors machine meminfo",
+        "errors machine meminfo progress",
         "host_memory",
         "engine_types",
         "hash_constants token_map quant",
