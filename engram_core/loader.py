@@ -16,7 +16,7 @@ from engram_core.backends.projection import projection_bytes
 from engram_core.backends.reference import ReferenceBackend
 from engram_core.checkpoint.dense import read_matrix_chunks, read_qk
 from engram_core.checkpoint.files import RegularFile
-from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource
+from engram_core.checkpoint.sources import Checkpoint, LayerSource
 from engram_core.errors import EngramError, SchemaError
 from engram_core.geometry import Geometry
 from engram_core.meminfo import host_available_bytes, host_swap_used_bytes
@@ -32,7 +32,7 @@ from engram_core.memory import (
 )
 from engram_core.progress import Progress
 from engram_core.quant import to_bf16
-from engram_core.tables import DiskTable, HostTable, Table
+from engram_core.tables import DiskTable, HostTable, Part, Table, TableSource
 from engram_core.weights import EngramLayerWeights
 
 _CHUNK_BYTES = 64 << 20

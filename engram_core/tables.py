@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -28,40 +29,26 @@ _READER_ROWS = 64
 """Rows one reader takes at a time; fewer rows than that are read by the caller's own thread."""
 
 
-class StoredPart(Protocol):
-    """Where one part of every row lies: row i at offset + i * row_bytes."""
+@dataclass(frozen=True)
+class Part:
+    """A run of equally long rows in one file: row i lies at offset + i * row_bytes."""
 
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-
-    @property
-    def offset(self) -> int:
-        """Of row 0 in the file, in bytes."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Of this part of a row."""
+    path: Path
+    offset: int
+    row_bytes: int
 
 
-class StoredTable(Protocol):
-    """Where a table lies. parts: one, or several that make up a row (codes, then scales)."""
+@dataclass(frozen=True)
+class TableSource:
+    """One layer's table: `num_rows` rows of `row_bytes` bytes in `encoding` (a name of `quant`).
 
-    @property
-    def encoding(self) -> str:
-        """A name of `quant`."""
+    parts: in the order in which they make up a stored row: one, or codes then scales
+    """
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows lie there."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a whole row, its parts together."""
-
-    @property
-    def parts(self) -> Sequence[StoredPart]:
-        """In the order of a row's bytes."""
+    encoding: str
+    num_rows: int
+    row_bytes: int
+    parts: tuple[Part, ...]
 
 
 class Table(Protocol):
@@ -160,7 +147,7 @@ class DiskTable(_Rows):
     a SIGBUS there. Raises: CheckpointError naming file and offset.
     """
 
-    def __init__(self, source: StoredTable, head_dim: int) -> None:
+    def __init__(self, source: TableSource, head_dim: int) -> None:
         super().__init__(source.encoding, source.num_rows, head_dim)
         widths = [part.row_bytes for part in source.parts]
         if sum(widths) != self.row_bytes:
@@ -170,7 +157,7 @@ class DiskTable(_Rows):
                 expected=self.row_bytes,
                 got=widths,
             )
-        self._parts = tuple(source.parts)
+        self._parts = source.parts
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="engram-rows")
         self._files: list[int] = []
         try:
@@ -220,7 +207,7 @@ def check_rows(ids: NDArray[np.int64], num_rows: int) -> None:
         )
 
 
-def _check_extent(part: StoredPart, file: int, num_rows: int) -> None:
+def _check_extent(part: Part, file: int, num_rows: int) -> None:
     end, size = part.offset + num_rows * part.row_bytes, os.fstat(file).st_size
     if end > size:
         raise CheckpointError(
@@ -230,7 +217,7 @@ def _check_extent(part: StoredPart, file: int, num_rows: int) -> None:
         )
 
 
-def _read_rows(part: StoredPart, file: int, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+def _read_rows(part: Part, file: int, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Read ascending rows into out [n, row_bytes], neighbours with one call."""
     if not len(ids):
         return

@@ -7,13 +7,8 @@ from pathlib import Path
 from engram_core.checkpoint.files import refusal
 from engram_core.checkpoint.gguf_checkpoint import open_gguf
 from engram_core.checkpoint.safetensors_checkpoint import open_safetensors
-from engram_core.checkpoint.sources import (
-    Checkpoint,
-    LayerSource,
-    Part,
-    TableSource,
-    TensorSource,
-)
+from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
+from engram_core.tables import Part, TableSource
 
 __all__ = [
     "Checkpoint",

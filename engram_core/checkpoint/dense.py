@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.files import RegularFile
-from engram_core.checkpoint.sources import TableSource, TensorSource
+from engram_core.checkpoint.sources import TensorSource
 from engram_core.quant import QUANT_GROUP, dequantize_fp8_matrix, row_format
+from engram_core.tables import TableSource
 
 CHUNK_VALUES = 1 << 22
 """Values decoded at a time: 16 MiB of float32."""

@@ -25,10 +25,11 @@ from engram_core.checkpoint.layouts import (
     SAFETENSORS_TENSORS,
     nearest,
 )
-from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource, TensorSource
+from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
 from engram_core.errors import CheckpointError
 from engram_core.geometry import Geometry
 from engram_core.quant import QUANT_GROUP, ROW264, RowFormat, row_format, row_format_of_type
+from engram_core.tables import Part, TableSource
 
 _I8, _F32 = 24, 0
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from engram_core.checkpoint.dense import read_matrix_rows, read_qk, read_stored_rows
 from engram_core.checkpoint.files import RegularFile
-from engram_core.checkpoint.sources import LayerSource, TableSource
+from engram_core.checkpoint.sources import LayerSource
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.quant import QUANT_GROUP, to_bf16
+from engram_core.tables import TableSource
 
 NUM_SAMPLED_ROWS = 64
 

@@ -20,8 +20,9 @@ from engram_core.checkpoint.layouts import (
     nearest,
 )
 from engram_core.checkpoint.safetensors import SafeTensor, read_json, read_safetensors
-from engram_core.checkpoint.sources import Checkpoint, LayerSource, Part, TableSource, TensorSource
+from engram_core.checkpoint.sources import Checkpoint, LayerSource, TensorSource
 from engram_core.quant import QUANT_GROUP, ROW264, ROW288
+from engram_core.tables import Part, TableSource
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 16 << 20

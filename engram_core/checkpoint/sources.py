@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.tables import TableSource
 
 
 @dataclass(frozen=True)
@@ -16,28 +17,6 @@ class NewTensor:
     type: str
     shape: tuple[int, ...]
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of equally long rows in one file: row i lies at offset + i * row_bytes."""
-
-    path: Path
-    offset: int
-    row_bytes: int
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """One layer's table: `num_rows` rows of `row_bytes` bytes in `encoding` (a name of `quant`).
-
-    parts: in the order in which they make up a stored row: one, or codes then scales
-    """
-
-    encoding: str
-    num_rows: int
-    row_bytes: int
-    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)

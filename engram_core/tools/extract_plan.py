@@ -17,9 +17,10 @@ from engram_core.checkpoint.gguf_header import GgufHeader, GgufValue, gguf_heade
 from engram_core.checkpoint.identity import identity_of
 from engram_core.checkpoint.layouts import GGUF_MANIFEST, ROW_ENCODINGS
 from engram_core.checkpoint.manifest import DIGEST_BYTES, num_pieces
-from engram_core.checkpoint.sources import NewTensor, Part, TableSource
+from engram_core.checkpoint.sources import NewTensor
 from engram_core.errors import CheckpointError
 from engram_core.quant import row_format
+from engram_core.tables import Part, TableSource
 from engram_core.tools.encode import QUANTS, Encode, encoder
 from engram_core.tools.layout_a import ARCH, PREFIX, layout_a_keys, tensor_name
 from engram_core.tools.row_stream import EncodedRows, RowStream, StoredRows

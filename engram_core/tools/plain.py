@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_core.checkpoint.sources import TableSource, TensorSource
+from engram_core.checkpoint.sources import TensorSource
 from engram_core.geometry import EngramHashTables
+from engram_core.tables import TableSource
 
 _F32_EPS = 2.0**-24
 _CLAMP = 1e-6

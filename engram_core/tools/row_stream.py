@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_core.checkpoint.files import RegularFile
-from engram_core.checkpoint.sources import Part
 from engram_core.quant import row_format
+from engram_core.tables import Part
 from engram_core.tools.encode import Encode
 
 _PIECE_BYTES = 1 << 20

@@ -6,31 +6,15 @@ The files are sparse: gigabytes long, kilobytes on disk.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engram_core.errors import CheckpointError, RowOutOfRange
-from engram_core.tables import DiskTable
+from engram_core.tables import DiskTable, Part, TableSource
 
 START = 4096
-
-
-@dataclass(frozen=True)
-class SparsePart:
-    path: Path
-    offset: int
-    row_bytes: int
-
-
-@dataclass(frozen=True)
-class SparseTable:
-    encoding: str
-    num_rows: int
-    row_bytes: int
-    parts: tuple[SparsePart, ...]
 
 
 def edges(row_bytes: int, num_rows: int) -> list[int]:
@@ -61,8 +45,8 @@ def test_rows_beyond_32_bits(
             for row in ids.tolist():
                 os.pwrite(file.fileno(), row_of(row * 8 + i, width).tobytes(), START + row * width)
             os.truncate(file.fileno(), START + num_rows * width)
-        parts.append(SparsePart(path, START, width))
-    table = DiskTable(SparseTable(encoding, num_rows, sum(widths), tuple(parts)), head_dim)
+        parts.append(Part(path, START, width))
+    table = DiskTable(TableSource(encoding, num_rows, sum(widths), tuple(parts)), head_dim)
     stored = table.gather_stored(ids)
     for row, got in zip(ids.tolist(), stored, strict=True):
         expected = [row_of(row * 8 + i, width) for i, width in enumerate(widths)]
@@ -77,7 +61,7 @@ def test_file_one_byte_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(b"")
     os.truncate(path, START + 84 * 10 - 1)
-    source = SparseTable("Q2_K", 10, 84, (SparsePart(path, START, 84),))
+    source = TableSource("Q2_K", 10, 84, (Part(path, START, 84),))
     with pytest.raises(CheckpointError):
         DiskTable(source, 256)
 
@@ -85,7 +69,7 @@ def test_file_one_byte_short_is_refused(tmp_path: Path) -> None:
 def test_file_that_shrinks_is_an_error_and_no_crash(tmp_path: Path) -> None:
     path = tmp_path / "shrinks"
     path.write_bytes(bytes(START + 84 * 10))
-    source = SparseTable("Q2_K", 10, 84, (SparsePart(path, START, 84),))
+    source = TableSource("Q2_K", 10, 84, (Part(path, START, 84),))
     table = DiskTable(source, 256)
     os.truncate(path, START + 84 * 5)
     with pytest.raises(CheckpointError):

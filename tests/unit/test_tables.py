@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +14,32 @@ from numpy.typing import NDArray
 
 from engram_core.errors import BadTensor, CheckpointError, RowOutOfRange
 from engram_core.quant import ROW264, row_format, to_bf16
-from engram_core.tables import DiskTable, HostTable, ParallelEngramEmbedding, Table, shard_range
+from engram_core.tables import (
+    DiskTable,
+    HostTable,
+    ParallelEngramEmbedding,
+    Part,
+    Table,
+    TableSource,
+    shard_range,
+)
 
 RNG = np.random.default_rng(0)
 STORED = RNG.integers(0, 256, (864, 264), dtype=np.uint8)
 SIGNED_ZEROS = np.concatenate([np.full(256, 0x80), np.full(8, 127)]).astype(np.uint8)
 
 
-@dataclass(frozen=True)
-class Part:
-    path: Path
-    offset: int
-    row_bytes: int
-
-
-@dataclass(frozen=True)
-class Source:
-    encoding: str
-    num_rows: int
-    row_bytes: int
-    parts: tuple[Part, ...]
-
-
 def host(rows: NDArray[np.uint8] = STORED) -> HostTable:
     return HostTable(ROW264, 256, [rows[:, :256], rows[:, 256:]])
 
 
-def on_disk(folder: Path, rows: NDArray[np.uint8] = STORED) -> Source:
+def on_disk(folder: Path, rows: NDArray[np.uint8] = STORED) -> TableSource:
     """Codes and scales in one file, at odd offsets, like the official shards."""
     path = folder / "table"
     codes, scales = rows[:, :256].tobytes(), rows[:, 256:].tobytes()
     path.write_bytes(b"head" + codes + b"between" + scales)
     parts = (Part(path, 4, 256), Part(path, 4 + len(codes) + 7, 8))
-    return Source(ROW264, len(rows), 264, parts)
+    return TableSource(ROW264, len(rows), 264, parts)
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -116,7 +108,7 @@ def test_rows_around_multiples_of_2_to_the_31_are_read_whole(
     with open(tmp_path / "table", "wb") as file:  # sparse: only these rows take space
         file.seek(first * width)
         file.write(stored.tobytes())
-    source = Source(encoding, first + 4, width, (Part(tmp_path / "table", 0, width),))
+    source = TableSource(encoding, first + 4, width, (Part(tmp_path / "table", 0, width),))
     table = DiskTable(source, 256)
     assert (table.gather_stored(np.arange(first, first + 4)) == stored).all()
     assert (table.gather_stored(np.array([first + 3, 0])) == [stored[3], 0 * stored[0]]).all()
@@ -162,7 +154,7 @@ def test_neighbours_are_read_with_one_call(tmp_path: Path, monkeypatch: pytest.M
 def test_parts_that_do_not_make_up_a_row_are_refused(tmp_path: Path) -> None:
     source = on_disk(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected 264 bytes, got parts of \[256\]"):
-        DiskTable(Source(ROW264, 864, 264, source.parts[:1]), 256)
+        DiskTable(TableSource(ROW264, 864, 264, source.parts[:1]), 256)
     with pytest.raises(BadTensor, match="expected uint8"):
         HostTable(ROW264, 256, [STORED[:, :256]])
 
