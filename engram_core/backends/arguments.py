@@ -1,4 +1,4 @@
-"""What a device backend refuses before any copy or launch: dtypes, shapes, slots, rows."""
+"""What a backend refuses before any copy or launch: dtypes, shapes, slots, rows."""
 
 from __future__ import annotations
 

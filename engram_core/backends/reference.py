@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engram_core.backends.arguments import require, require_slots, require_tensor
 from engram_core.backends.base import NearBatches, NearRead, StageObserver, Unobserved
 from engram_core.backends.cpu import make_gate, near_reads
 from engram_core.backends.projection import PROJECT_TOKENS, Projection, product_dtype
@@ -82,7 +83,7 @@ class ReferenceBackend:
         width, dtype = (
             (table.row_bytes, torch.uint8) if stored else (table.head_dim, torch.bfloat16)
         )
-        _check("out", out, (dtype,), (*hash_ids.shape, width))
+        require_tensor("out", out, (dtype,), (*hash_ids.shape, width))
         for piece in _pieces(len(hash_ids), PROJECT_TOKENS):
             ids = hash_ids[piece].reshape(-1)
             rows = torch.from_numpy(table.gather_stored(ids)) if stored else table.gather(ids)
@@ -120,13 +121,13 @@ class ReferenceBackend:
     ) -> None:
         if (windows is None) == (hash_ids is None):
             raise BadTensor("project: give exactly one of windows and hash_ids")
-        self._check_slots(slots)
+        require_slots(slots, self.num_slots)
         begun = time.perf_counter()
         wkv_s = 0.0
         if hash_ids is None:
             assert windows is not None
             hash_ids = hash_windows(windows, self.hash_tables, [layer_index])[:, 0]
-        _check_len("hash_ids", len(hash_ids), len(slots))
+        require("hash_ids", hash_ids, np.int64, (len(slots), self.geometry.n_hash_cols))
         for piece in _pieces(len(slots), PROJECT_TOKENS):
             rows = self._tables[layer_index].gather(hash_ids[piece].reshape(-1))
             rows = rows.view(-1, self.geometry.in_features)
@@ -148,10 +149,10 @@ class ReferenceBackend:
     ) -> None:
         """Copy kv out of slots (see `Backend.read_kv`). Slots of dead positions are not read."""
         hc_mult, dim = self.geometry.hc_mult, self.geometry.dim
-        _check("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
-        _check_len("dead", len(dead), len(slots))
+        require_tensor("out", out, (torch.bfloat16,), (len(slots), hc_mult + 1, dim))
+        require("dead", dead, np.bool_, (len(slots),))
         live = np.flatnonzero(~dead)
-        self._check_slots(slots[live])
+        require_slots(slots[live], self.num_slots)
         for piece in _pieces(len(live), PROJECT_TOKENS):
             out.index_copy_(0, torch.from_numpy(live[piece]), self._read(slots[live[piece]]))
         places = torch.from_numpy(np.flatnonzero(dead))
@@ -168,13 +169,10 @@ class ReferenceBackend:
     ) -> None:
         """Add gate * value (see `Backend.gate`). Dead positions are copied, never computed."""
         shape = (len(slots), self.geometry.hc_mult, self.geometry.dim)
-        _check("residual", residual, (torch.bfloat16, torch.float32), shape)
-        _check("out", out, (residual.dtype,), shape)
-        _check_len("dead", len(dead), len(slots))
-        live = np.flatnonzero(~dead)
-        self._check_slots(slots[live])
-        if not (residual.is_contiguous() and out.is_contiguous()):
-            raise BadTensor("residual, out: expected contiguous tensors")
+        require_tensor("residual", residual, (torch.bfloat16, torch.float32), shape)
+        require_tensor("out", out, (residual.dtype,), shape)
+        require("dead", dead, np.bool_, (len(slots),))
+        require_slots(slots[~dead], self.num_slots)
         self._gates[layer_index].update(self._kv, slots, dead, residual, out)
 
     def self_check(self) -> None:
@@ -197,12 +195,6 @@ class ReferenceBackend:
         """Gather slots: bfloat16 [n, hc_mult + 1, dim]."""
         kv = self._kv.index_select(0, torch.from_numpy(slots))
         return kv.view(-1, self.geometry.hc_mult + 1, self.geometry.dim)
-
-    def _check_slots(self, slots: NDArray[np.int64]) -> None:
-        if slots.size and not (slots.min() >= 0 and slots.max() < self.num_slots):
-            got = [int(slots.min()), int(slots.max())]
-            expected = f"0..{self.num_slots - 1}"
-            raise BadTensor(f"slots: expected {expected}, got {got}", expected=expected, got=got)
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
@@ -232,17 +224,3 @@ def _check_parts(
             raise CheckpointError(message, expected=expected, got=got)
     for layer in weights:
         layer.require(geometry)
-
-
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
-) -> None:
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
-        expected = f"{' or '.join(map(str, dtypes))} {list(shape)}"
-        got = f"{tensor.dtype} {list(tensor.shape)}"
-        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)
-
-
-def _check_len(name: str, got: int, expected: int) -> None:
-    if got != expected:
-        raise BadTensor(f"{name}: expected {expected}, got {got}", expected=expected, got=got)
