@@ -13,17 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from engram_core.backends.base import Backend, NearRead, Run
-from engram_core.hashing import DEAD, compress_few
 from engram_core.kv_store import KvStore
 from engram_core.near import Near
-from engram_core.sessions import SessionPool, Spot
+from engram_core.sessions import Segment, SessionPool, Spot
 from engram_core.stages import BatchCounts
 
 BATCH_TOKENS = 64
 """Asks of one layer are one batch up to so many tokens; a larger ask is one alone."""
-
-Segment = tuple[int, int, int, int]
-"""Session id, position, number of tokens, epoch (EPOCH_OPENED = left out)."""
 
 _NO_LAYER = -1
 
@@ -82,10 +78,7 @@ class DirectReads:
         number: a tenant's in the kv store
         """
         if len(asks) == 1:
-            (ask,) = asks
-            if len(ask.segments) == 1 and ask.token_ids is None:
-                return [self._read(ask, number(ask.tenant))]
-            return self._together(ask.layer_index, asks, number)
+            return self._batch(asks[0].layer_index, asks, number) or [None]
         found: list[Answer | None] = [None] * len(asks)
         for layer_index, places in _batches(asks):
             answers = self._together(layer_index, [asks[place] for place in places], number)
@@ -107,113 +100,85 @@ class DirectReads:
         first = self._together(layer_index, asks[:half], number)
         return first + self._together(layer_index, asks[half:], number)
 
-    def _read(self, ask: Ask, number: int) -> Answer | None:
-        """As `_batch`, of one read of one session: what runners ask for most, in half the time."""
-        reads = self._backend.near_reads
-        if not reads or not self._near.is_mine:
-            return None
-        layer, ((session_id, position, count, epoch),) = reads[ask.layer_index], ask.segments
-        if not self._is_for(layer, ask, count):
-            return None
-        spot = self._pool.spot(ask.tenant, session_id, position, count, epoch)
-        if spot is None:
-            return None
-        keys = layer.keys(spot.ids, spot.starts, spot.num_pages, number, position, count)
-        gate_s = self._gate(layer, keys, [(0, count, ask.residual, ask.is_f32)])
-        if gate_s is None:
-            return None
-        self._pool.renew_spot(spot)
-        return Answer([spot], layer.dead(count), gate_s)
-
-    def _is_for(self, layer: NearRead, ask: Ask, num_tokens: int) -> bool:
-        """Whether a layer reads so much, from there, here."""
-        if not 0 < num_tokens <= self._near.max_tokens or num_tokens > layer.max_tokens:
-            return False
-        return layer.reaches(ask.residual, num_tokens, is_f32=ask.is_f32)
-
     def _batch(
         self, layer_index: int, asks: Sequence[Ask], number: Callable[[str], int]
     ) -> list[Answer | None] | None:
         """Answer asks of one layer together; None: nothing was done, as it would take long."""
-        layer = None
-        if layer_index != _NO_LAYER:
-            if not self._backend.near_reads or not self._near.is_mine:
-                return None
-            layer = self._backend.near_reads[layer_index]
-        batch = _Batch(layer)
-        judged = [self._judge(ask, number(ask.tenant), batch) for ask in asks]
-        if not batch.num_plain:
+        reads, is_gated = self._backend.near_reads, layer_index != _NO_LAYER
+        if not reads or (is_gated and not self._near.is_mine):
             return [None] * len(asks)
-        if layer is None:
-            gate_s, dead = 0.0, bytes(batch.dead)
-        else:
-            took_s = self._gate(layer, batch.keys, batch.runs)
+        layer = reads[layer_index] if is_gated else reads[0]
+        layer.begin()
+        runs: list[Run] | None = [] if is_gated else None
+        counts, num_tokens, num_ids, gate_s = list[int](), 0, 0, 0.0
+        for ask in asks:
+            count = self._judge(ask, number(ask.tenant), layer, num_tokens, num_ids, runs)
+            counts.append(count)
+            num_tokens += count
+            if ask.token_ids is not None:
+                num_ids += count
+        if not num_tokens:
+            return [None] * len(asks)
+        if runs is not None:
+            took_s = self._gate(layer, layer.keys(), runs)
             if took_s is None:
                 return None
-            gate_s, dead = took_s / batch.num_plain, layer.dead(len(batch.keys))
-        pool, answers, at = self._pool, list[Answer | None](), 0
-        for ask, spots in zip(asks, judged, strict=True):
-            if spots is None:
+            gate_s = took_s / (len(asks) - counts.count(0))
+        pool = self._pool
+        pool.held_tokens += num_ids
+        spots, dead = layer.settle(pool.address, pool.clock())
+        if len(asks) == 1:
+            return [Answer(spots, dead, gate_s)]
+        answers, spot, token = list[Answer | None](), 0, 0
+        for ask, count in zip(asks, counts, strict=True):
+            if not count:
                 answers.append(None)
                 continue
-            begin = at
-            for spot, (_, _, count, _) in zip(spots, ask.segments, strict=True):
-                at += count
-                if ask.token_ids is None:
-                    pool.renew_spot(spot)
-                else:
-                    pool.append(spot, count)
-            answers.append(Answer(spots, dead[begin:at], gate_s))
+            size = len(ask.segments)
+            answers.append(Answer(spots[spot : spot + size], dead[token : token + count], gate_s))
+            spot, token = spot + size, token + count
         return answers
 
-    def _judge(self, ask: Ask, number: int, batch: _Batch) -> list[Spot] | None:
-        """Judge an ask's segments, and add their keys to a batch; None: they are not all plain.
+    def _judge(
+        self,
+        ask: Ask,
+        number: int,
+        layer: NearRead,
+        num_tokens: int,
+        num_ids: int,
+        runs: list[Run] | None,
+    ) -> int:
+        """Judge an ask, and take it into a batch; returns its tokens, 0: it is not plain.
 
-        No session is changed. number: the tenant's
+        number: the tenant's
         """
-        pool, layer, ids, num_tokens = self._pool, batch.layer, None, 0
-        tenant, segments = ask.tenant, ask.segments
-        for _, _, count, _ in segments:
-            num_tokens += count
-        if layer is not None and not self._is_for(layer, ask, num_tokens):
-            return None
-        if ask.token_ids is not None:
-            ids = compress_few(ask.token_ids, self._backend.hash_tables)
-            if ids is None or len(ids) != num_tokens:
-                return None
-            if not pool.has_room(batch.num_appended + num_tokens):
-                return None
-        spots, keys, at = list[Spot](), list[bytes](), 0
-        first = len(batch.keys)
-        for session_id, position, count, epoch in segments:
-            if not count:
-                return None
-            if ids is None:
-                spot = pool.spot(tenant, session_id, position, count, epoch)
-            else:
-                name = tenant, session_id
-                if name in batch.appended:
-                    return None  # the ids of another ask lie where these would
-                batch.appended.add(name)
-                own = ids[at : at + count]
-                spot = pool.spot_behind(tenant, session_id, position, own, epoch)
-            if spot is None:
-                return None
-            if layer is not None:
-                keys += layer.keys(
-                    spot.ids, spot.starts, spot.num_pages, number, position, count, first + at
-                )
-            spots.append(spot)
-            at += count
-        batch.num_plain += 1
-        if ids is not None:
-            batch.num_appended += num_tokens
-        if layer is not None:
-            batch.keys += keys
-            batch.add_run(first, num_tokens, ask, self._token_values)
-        elif ids is not None:
-            batch.dead += [token == DEAD for token in ids]
-        return spots
+        ids, pool, rows, count = ask.token_ids, self._pool, list[int](), 0
+        row_of = pool.rows_of(ask.tenant).get
+        for session_id, _, num, _ in ask.segments:
+            rows.append(row_of(session_id, -1))
+            count += num
+        if runs is not None and not (
+            0 < count <= self._near.max_tokens
+            and layer.reaches(ask.residual, count, is_f32=ask.is_f32)
+        ):
+            return 0
+        if ids is not None and not (len(ids) == count and pool.has_room(num_ids + count)):
+            return 0
+        if not layer.judge(pool.address, number, rows, ask.segments, count, ids or ()):
+            return 0
+        if runs is not None:
+            self._add_run(runs, num_tokens, count, ask)
+        return count
+
+    def _add_run(self, runs: list[Run], first: int, count: int, ask: Ask) -> None:
+        """Add a residual; one right behind the last one is one with it."""
+        if runs:
+            start, before, residual, is_f32 = runs[-1]
+            end = residual + before * self._token_values * (4 if is_f32 else 2)
+            if is_f32 == ask.is_f32 and end == ask.residual:
+                runs[-1] = start, before + count, residual, is_f32
+                return
+        runs.append((first, count, ask.residual, ask.is_f32))
 
     def _gate(self, layer: NearRead, keys: list[bytes], runs: list[Run]) -> float | None:
         """Find or make the kv of keys, and gate. Returns seconds; None: nothing was done, or the
@@ -249,35 +214,6 @@ class DirectReads:
         counts.num_tokens += len(keys)
         counts.largest_batch = max(counts.largest_batch, len(keys))
         return gate_s
-
-
-class _Batch:
-    """What is gathered of asks that are judged one after the other, of a layer or of none.
-
-    keys, runs: of the positions that are gated, and where their residuals lie
-    dead: flags of what is only appended
-    appended: (tenant, session id) of what is; num_appended: ids; num_plain: asks
-    """
-
-    __slots__ = ("appended", "dead", "keys", "layer", "num_appended", "num_plain", "runs")
-
-    def __init__(self, layer: NearRead | None) -> None:
-        self.layer = layer
-        self.keys: list[bytes] = []
-        self.runs: list[Run] = []
-        self.dead: list[bool] = []
-        self.appended: set[tuple[str, int]] = set()
-        self.num_appended = self.num_plain = 0
-
-    def add_run(self, first: int, count: int, ask: Ask, token_values: int) -> None:
-        """Add a residual; one right behind the last one is one with it."""
-        if self.runs:
-            start, before, residual, is_f32 = self.runs[-1]
-            end = residual + before * token_values * (4 if is_f32 else 2)
-            if is_f32 == ask.is_f32 and end == ask.residual:
-                self.runs[-1] = start, before + count, residual, is_f32
-                return
-        self.runs.append((first, count, ask.residual, ask.is_f32))
 
 
 def _batches(asks: Sequence[Ask]) -> Iterator[tuple[int, list[int]]]:

@@ -250,7 +250,7 @@ class Engine:
                 answers = self._direct.answer(asks, self._dispatch.number)
                 for ask, answer in zip(asks, answers, strict=True):
                     if answer is not None and ask.token_ids is not None:
-                        self._steps.appended(ask, [spot.row for spot in answer.sessions])
+                        self._steps.appended(ask, answer.sessions)
         finally:
             self._steps.tell()
         return answers

@@ -63,17 +63,6 @@ def compress(
     return compressed
 
 
-def compress_few(token_ids: Sequence[int], tables: EngramHashTables) -> list[int] | None:
-    """As `compress` of ids none of which is dead; None: one is out of range."""
-    size, item = tables.vocab_size, tables.token_map.item
-    compressed = []
-    for token in token_ids:
-        if not 0 <= token < size:
-            return None
-        compressed.append(item(token))
-    return compressed
-
-
 def block(ids: NDArray[np.int32], pad_id: int) -> NDArray[np.int32]:
     """Turn raw look-back into windows: from the first DEAD on, everything older is pad_id.
 

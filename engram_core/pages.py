@@ -52,10 +52,8 @@ class PagedIds:
         self.num_pages = num_pages
         self.pages_per_row = -(-max_positions // PAGE)
         self._ids = np.empty(num_pages * PAGE, dtype=np.int32)
-        self._ids_at = self._ids.ctypes.data
         # First id of each page; 0 where there is none, so that a stray read stays inside _ids.
         self._starts = np.zeros(num_rows * self.pages_per_row, dtype=np.int64)
-        self._starts_at = self._starts.ctypes.data
         self._free = np.arange(num_pages, dtype=np.int64)[::-1] * PAGE
         self._num_free = num_pages
 
@@ -66,12 +64,13 @@ class PagedIds:
 
     @property
     def address(self) -> int:
-        """Where the ids begin."""
-        return self._ids_at
+        """Where the ids begin: int32 [num_pages, PAGE]."""
+        return self._ids.ctypes.data
 
-    def starts_address(self, row: int) -> int:
-        """Where the page table of a row begins: int64 [pages_per_row]."""
-        return self._starts_at + row * self.pages_per_row * self._starts.itemsize
+    @property
+    def starts_address(self) -> int:
+        """Where the page tables begin: int64 [num_rows, pages_per_row], first id of each page."""
+        return self._starts.ctypes.data
 
     def resize(self, rows: Ints, before: Ints, after: Ints) -> None:
         """Give rows pages [before, after), or take pages [after, before) back.
@@ -101,15 +100,6 @@ class PagedIds:
     def write(self, rows: Ints, positions: Ints, ids: NDArray[np.int32]) -> None:
         """Write ids: int32 [T] at rows, positions: int64 [T]."""
         self._ids[self._addresses(rows, positions)] = ids
-
-    def write_few(self, row: int, position: int, ids: list[int]) -> None:
-        """Write a few ids of one row, all in one page that it has."""
-        at = int(self._starts[row * self.pages_per_row + (position >> _SHIFT)])
-        at += position & (PAGE - 1)
-        if len(ids) == 1:
-            self._ids[at] = ids[0]
-        else:
-            self._ids[at : at + len(ids)] = ids
 
     def copy(self, source: int, target: int, pages: range) -> None:
         """Copy whole pages of a row to the pages another row has at the same positions."""

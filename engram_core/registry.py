@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -49,17 +49,26 @@ class Registry:
         return self.num_rows - len(self._free)
 
     @property
+    def last_used_address(self) -> int:
+        """Where the times of last use begin: float64 [num_rows], by the clock."""
+        return self._last_used.ctypes.data
+
+    @property
     def is_full(self) -> bool:
         """Whether no row is free."""
         return not self._free
 
     def row(self, tenant: str, session_id: int | None) -> int | None:
         """The row of one session, None if it is not open."""
-        return self._tenants.get(tenant, {}).get(session_id or 0)
+        return self.rows_of(tenant).get(session_id or 0)
+
+    def rows_of(self, tenant: str) -> Mapping[int, int]:
+        """The row of each of a tenant's sessions, by id."""
+        return self._tenants.get(tenant, {})
 
     def rows(self, tenant: str, session_ids: Ints) -> Ints:
         """The rows of S sessions: int64 [S], -1 where one is not open."""
-        found = map(self._tenants.get(tenant, {}).get, session_ids.tolist(), repeat(-1))
+        found = map(self.rows_of(tenant).get, session_ids.tolist(), repeat(-1))
         return np.fromiter(found, dtype=np.int64, count=len(session_ids))
 
     def session_id(self, row: int) -> int:
@@ -105,7 +114,7 @@ class Registry:
 
     def of_tenant(self, tenant: str) -> list[int]:
         """Rows of a tenant's sessions."""
-        return list(self._tenants.get(tenant, {}).values())
+        return list(self.rows_of(tenant).values())
 
     def idle(self, seconds: float) -> list[int]:
         """Rows not used for longer than `seconds`."""

@@ -8,13 +8,14 @@ which fork.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import Structure, addressof, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_core.engine_types import EPOCH_OPENED, MAX_POSITIONS, EngineLimits, SessionState
+from engram_core.engine_types import MAX_POSITIONS, EngineLimits, SessionState
 from engram_core.errors import EngramError, StepRefused, TooManyPositions
 from engram_core.fence import (
     Asked,
@@ -66,17 +67,26 @@ class Found:
     verdict: NDArray[np.int8]
 
 
+Segment = tuple[int, int, int, int]
+"""Session id, position, number of tokens, epoch (EPOCH_OPENED = left out): int64 each."""
+
+
 class Spot(NamedTuple):
-    """One session as a plain read finds it. row: of the pool; ids, starts, num_pages: where its ids
-    lie."""
+    """A session as a small step leaves it. row: of the pool"""
 
     row: int
     length: int
     base: int
     epoch: int
-    ids: int
-    starts: int
-    num_pages: int
+
+
+class SessionMemory(Structure):
+    """engram_cpu_sessions: where a pool's sessions lie, for small steps judged in C++."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("fence", "last_used_s", "ids", "starts")),
+        *((name, c_int64) for name in ("num_rows", "pages_per_row")),
+    )
 
 
 class SessionPool:
@@ -86,6 +96,8 @@ class SessionPool:
     a message without an epoch cannot be told from one to a former life of the same id, so whoever
     opens again after an expiry takes a new id.
 
+    held_tokens: ids of all sessions; rows_of: see `Registry`
+    address: of a `SessionMemory`, for whoever changes them in C++
     clock: seconds, monotonic (idle times); wall_clock_us: microseconds (epochs at open)
     """
 
@@ -97,17 +109,27 @@ class SessionPool:
         clock: Callable[[], float],
         wall_clock_us: Callable[[], int],
     ) -> None:
-        self.held_tokens = 0
+        self.held_tokens, self.clock = 0, clock
         self._limits = limits
         self._num_before = max_ngram_size - 1
         self._wall_clock_us = wall_clock_us
         self._last_epoch = 0
         self._registry = Registry(limits.max_sessions, clock)
+        self.rows_of = self._registry.rows_of
         self._fence = np.zeros((4, limits.max_sessions), dtype=np.int64)
         # A session may waste most of its first page and of its last one: with two pages each the
         # limit that is met first is always `max_held_tokens`.
         num_pages = limits.max_held_tokens // PAGE + 2 * limits.max_sessions
         self._ids = PagedIds(limits.max_sessions, num_pages, MAX_POSITIONS)
+        self._memory = SessionMemory(
+            self._fence.ctypes.data,
+            self._registry.last_used_address,
+            self._ids.address,
+            self._ids.starts_address,
+            limits.max_sessions,
+            self._ids.pages_per_row,
+        )
+        self.address = addressof(self._memory)
 
     def __len__(self) -> int:
         return len(self._registry)
@@ -234,62 +256,9 @@ class SessionPool:
             self._registry.touch(rows)
         return Found(rows, fence, verdict)
 
-    def spot(
-        self, tenant: str, session_id: int, position: int, count: int, epoch: int
-    ) -> Spot | None:
-        """Judge one read as `read` does, in plain integers; None unless it is allowed.
-
-        The session is not renewed yet. epoch: EPOCH_OPENED = left out
-        """
-        row = self._registry.row(tenant, session_id)
-        if row is None:
-            return None
-        length, base, present, opened = self._fence[:, row].tolist()
-        fresh = present == (opened if epoch == EPOCH_OPENED else epoch)
-        if not fresh or position < base or count < 0 or position + count > length:
-            return None
-        return self._spot(row, length, base, present)
-
     def has_room(self, num_ids: int) -> bool:
         """Whether so many more ids may be held."""
         return self.held_tokens + num_ids <= self._limits.max_held_tokens
-
-    def renew_spot(self, spot: Spot) -> None:
-        """Renew a session that was read."""
-        self._registry.touch(spot.row)
-
-    def spot_behind(
-        self, tenant: str, session_id: int, position: int, ids: list[int], epoch: int
-    ) -> Spot | None:
-        """Judge one push as `push` does, if it is a plain append and needs no page; else None.
-
-        Nothing is changed: ids are written where nobody reads them before `append`. The spot is as
-        it is afterwards. There is room for the ids (`has_room`).
-
-        ids: compressed; epoch: EPOCH_OPENED = left out
-        """
-        row = self._registry.row(tenant, session_id)
-        if row is None:
-            return None
-        length, base, present, opened = self._fence[:, row].tolist()
-        end = length + len(ids)
-        if position != length or present != (opened if epoch == EPOCH_OPENED else epoch):
-            return None
-        if not length or (length - 1) // PAGE != (end - 1) // PAGE or end > MAX_POSITIONS:
-            return None
-        self._ids.write_few(row, length, ids)
-        return self._spot(row, end, base, present)
-
-    def append(self, spot: Spot, count: int) -> None:
-        """Let a session end where `spot_behind` said, `count` ids behind its end of now."""
-        self._fence[_LENGTH, spot.row] = spot.length
-        self.held_tokens += count
-        self._registry.touch(spot.row)
-
-    def _spot(self, row: int, length: int, base: int, epoch: int) -> Spot:
-        ids = self._ids
-        where = ids.address, ids.starts_address(row), ids.pages_per_row
-        return Spot(row, length, base, epoch, *where)
 
     def renew(self, tenant: str, asked: Asked) -> None:
         """Renew sessions that somebody waits for."""

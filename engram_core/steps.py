@@ -19,7 +19,7 @@ from engram_core.jobs import Read, settle
 from engram_core.pages import Ints
 from engram_core.reads import read_history
 from engram_core.refusals import refusals
-from engram_core.sessions import Pushed, SessionPool
+from engram_core.sessions import Pushed, SessionPool, Spot
 from engram_core.waiting import Wait, WaitingReads
 
 
@@ -55,9 +55,9 @@ class Steps:
         self.changed((tenant, session_id) for session_id in asked.session_id.tolist())
         return pushed
 
-    def appended(self, ask: Ask, rows: list[int]) -> None:
+    def appended(self, ask: Ask, sessions: list[Spot]) -> None:
         """Note plain appends that were made directly: try the reads that wait for them, and work
-        ahead. rows: of the sessions"""
+        ahead."""
         assert ask.token_ids is not None
         self.counts["tokens_pushed"] += len(ask.token_ids)
         if len(self.waiting):
@@ -67,7 +67,8 @@ class Steps:
         _, position, count, _ = (
             np.array(part, dtype=np.int64) for part in zip(*ask.segments, strict=True)
         )
-        windows = self._pool.windows(np.array(rows, dtype=np.int64), position, count)
+        rows = np.array([spot.row for spot in sessions], dtype=np.int64)
+        windows = self._pool.windows(rows, position, count)
         read, longest = read_history(windows, self._tables), int(count.max())
         self._dispatch.work_ahead(ask.tenant, ask.client, ask.ahead, read, longest=longest)
 

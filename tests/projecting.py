@@ -62,7 +62,8 @@ class ProjectingRead:
 
     def __init__(self, of: CpuNearRead, layer_index: int, near: ProjectingNear) -> None:
         self._of, self._layer_index, self._near = of, layer_index, near
-        self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
+        self.max_tokens, self.begin, self.judge = of.max_tokens, of.begin, of.judge
+        self.keys, self.settle = of.keys, of.settle
         self.reaches, self.wait = of.reaches, of.wait
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:

@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define ENGRAM_CPU_ABI_VERSION 1
+#define ENGRAM_CPU_ABI_VERSION 2
 #define ENGRAM_CPU_PAGE 256
 
 #ifdef __cplusplus
@@ -39,23 +39,56 @@ typedef struct {
 
 int32_t engram_cpu_gate(const engram_cpu_gate_params* params);
 
-// The store's keys of consecutive positions of one session: tenant, layer, window (newest first,
-// after blocking). `engram_core/pages.py` owns ids and starts.
+// The sessions of an engine, by row: `engram_core/sessions.py` and `pages.py` own them.
 typedef struct {
-  const int32_t* ids;     // all pages
-  const int64_t* starts;  // first id of each page of the session: [pages]
-  int64_t num_pages;      // entries of starts
-  int64_t position;       // first position, and count of them: each is held
-  int64_t count;
+  int64_t* fence;         // [4, num_rows]: length, base, epoch, epoch at the opening
+  double* last_used_s;    // [num_rows]
+  int32_t* ids;           // all pages
+  const int64_t* starts;  // [num_rows, pages_per_row]: first id of each page
+  int64_t num_rows;
+  int64_t pages_per_row;
+} engram_cpu_sessions;
+
+// A session as a segment leaves it.
+typedef struct {
+  int64_t row, length, base, epoch;
+} engram_cpu_spot;
+
+// A batch of one layer: what its asks find, one behind the other. Nothing is written past the
+// tokens and segments that asks are said to have.
+typedef struct {
+  int32_t* keys;             // out [tokens, 2 + max_ngram_size]: tenant, layer, window
+  uint8_t* is_dead;          // out [tokens]
+  engram_cpu_spot* spots;    // out [segments]
+  const int32_t* token_map;  // [vocab_size]
+  int64_t vocab_size;
   int32_t max_ngram_size;
   int32_t pad_id;
-  int32_t tenant;
   int32_t layer;
-  int32_t* keys;     // out [count, 2 + max_ngram_size]
-  uint8_t* is_dead;  // out [count]
-} engram_cpu_keys_params;
+} engram_cpu_batch;
 
-int32_t engram_cpu_keys(const engram_cpu_keys_params* params);
+// Segments that are judged together, all or none. Behind this lie, int64 each: the row of each
+// segment, -1 = not open; session id, position, count, epoch of each; the token ids.
+typedef struct {
+  int64_t num_segments;  // 1..num_tokens
+  int64_t num_tokens;    // of all segments
+  int64_t num_ids;       // to be appended first: 0 or num_tokens
+  int64_t tenant;        // of the keys
+  int64_t first_spot;    // segments and tokens of the batch's asks before this one
+  int64_t first_token;
+} engram_cpu_ask;
+
+#define ENGRAM_CPU_EPOCH_OPENED (-1)
+
+// 0: all segments are plain, as `fence.py` has it: open, of that epoch, held (or, to be appended,
+// right at the end and all in the page that the session ends in, no session twice). Ids lie behind
+// the end then, where nobody reads them before `engram_cpu_settle`. 1: one is not, nothing is done.
+int32_t engram_cpu_judge(const engram_cpu_sessions* sessions, const engram_cpu_batch* batch,
+                         const engram_cpu_ask* ask);
+
+// Ends sessions where the first spots of a batch say, and renews them. now_s: of their clock
+void engram_cpu_settle(const engram_cpu_sessions* sessions, const engram_cpu_batch* batch,
+                       int64_t num_spots, double now_s);
 
 #ifdef __cplusplus
 }

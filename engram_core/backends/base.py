@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.host_memory import HostMemory
+from engram_core.sessions import Segment, Spot
 
 STAGES = ("hash_gather", "wkv", "h2d", "gate", "d2h")
 """What a backend tells apart. hash_gather: row ids of windows, their rows gathered, dequantised and
@@ -65,39 +66,53 @@ class Project(Protocol):
 
 
 class NearRead(Protocol):
-    """A small read of one layer by the one thread that makes them all: no tensors, no arrays.
+    """A batch of small reads of one layer by the one thread that makes them all: no tensors, no
+    arrays. From `begin` to `settle` it is one batch.
 
-    max_tokens: of a read; can_project: whether `project` may ever say True
+    max_tokens: of a batch; can_project: whether `project` may ever say True
     """
 
     max_tokens: int
     can_project: bool
 
-    def keys(
-        self,
-        ids: int,
-        starts: int,
-        num_pages: int,
-        tenant: int,
-        position: int,
-        count: int,
-        first: int = 0,
-    ) -> list[bytes]:
-        """Return the kv store's keys of positions of one session (see `kv_store.keys_of`).
+    def begin(self) -> None:
+        """Begin a batch: forget the one before."""
 
-        ids, starts: addresses of all ids and of the session's page table (see `pages.PagedIds`)
-        first: how many positions, of calls before, these come behind: they are one batch
+    def judge(
+        self,
+        sessions: int,
+        tenant: int,
+        rows: list[int],
+        segments: Sequence[Segment],
+        num_tokens: int,
+        token_ids: Sequence[int],
+    ) -> bool:
+        """Judge segments as `SessionPool.read` and `SessionPool.push` do, and take them into the
+        batch behind those before. False: one is no plain read of what is there, or no plain append
+        in the page that its session ends in; nothing is changed.
+
+        No session is changed before `settle`: ids are written where nobody reads them.
+
+        tenant: number of the kv store's keys; rows: of the segments' sessions, -1 = not open
+        num_tokens: of all segments; token_ids: to be appended, one for each; none: they are reads
         """
 
-    def dead(self, count: int) -> bytes:
-        """Return the dead flags of the positions that `keys` was called for, from the first on."""
+    def keys(self) -> list[bytes]:
+        """Return the kv store's keys of the batch's positions (see `kv_store.keys_of`)."""
+
+    def settle(self, sessions: int, now_s: float) -> tuple[list[Spot], bytes]:
+        """End and renew the sessions of the batch. Returns each segment's, and the dead flags of
+        the positions, a byte each.
+
+        now_s: by the clock of the sessions
+        """
 
     def reaches(self, residual: int, count: int, *, is_f32: bool) -> bool:
         """Whether `gate` takes a residual that lies there."""
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:
-        """Begin the kv of some of the positions that `keys` was called for last; a `gate` of the
-        same layer comes behind it. False: nothing was done, as it would take long.
+        """Begin the kv of some of the batch's positions; a `gate` of the same layer comes
+        behind it. False: nothing was done, as it would take long.
 
         slots: of each; tokens: which positions, counted from the first; none of them twice
         """
@@ -106,7 +121,7 @@ class NearRead(Protocol):
         """Wait for what `project` began. Raises Internal."""
 
     def gate(self, slots: list[int], runs: list[Run]) -> bool:
-        """Gate the positions that `keys` was called for, in place, and wait for the end. False:
+        """Gate the batch's positions, in place, and wait for the end. False:
         nothing was done, as that would take long.
 
         slots: of each position; runs: what they are, all of them

@@ -16,13 +16,16 @@ from ctypes import (
     byref,
     c_char,
     c_char_p,
+    c_double,
     c_float,
     c_int32,
     c_int64,
     c_void_p,
 )
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from struct import Struct, pack_into
 from typing import Protocol
 
 import numpy as np
@@ -33,14 +36,18 @@ from engram_core.backends.base import Run
 from engram_core.backends.gate import Gate
 from engram_core.errors import BadTensor, Internal
 from engram_core.geometry import EngramHashTables, Geometry
+from engram_core.sessions import Segment, Spot
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NUMERICS = (
     "float32, 32 partial sums in a fixed tree, no fused multiply-add; bits do not depend on the "
     "batch, nor on the CPU"
 )
 
 _LIBRARY = "libengram_cpu.so"
+
+_SPOT = Struct("4q")
+_ASK_WORDS, _SEGMENT_WORDS = 6, 4  # int64 of an engram_cpu_ask, and of each segment behind it
 
 
 class GateParams(Structure):
@@ -54,14 +61,13 @@ class GateParams(Structure):
     )
 
 
-class KeysParams(Structure):
-    """engram_cpu_keys_params."""
+class BatchParams(Structure):
+    """engram_cpu_batch."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("ids", "starts")),
-        *((name, c_int64) for name in ("num_pages", "position", "count")),
-        *((name, c_int32) for name in ("max_ngram_size", "pad_id", "tenant", "layer")),
-        *((name, c_void_p) for name in ("keys", "is_dead")),
+        *((name, c_void_p) for name in ("keys", "is_dead", "spots", "token_map")),
+        ("vocab_size", c_int64),
+        *((name, c_int32) for name in ("max_ngram_size", "pad_id", "layer")),
     )
 
 
@@ -85,9 +91,12 @@ class CpuLibrary:
         self.gate.argtypes = (POINTER(GateParams),)
         # These keep the interpreter's lock: having it again costs more than they take.
         library = ctypes.PyDLL(str(path))
-        self.near_gate, self.keys = library.engram_cpu_gate, library.engram_cpu_keys
+        self.near_gate, self.judge = library.engram_cpu_gate, library.engram_cpu_judge
         self.near_gate.argtypes = (POINTER(GateParams),)
-        self.keys.argtypes = (POINTER(KeysParams),)
+        self.judge.argtypes = (c_void_p, c_void_p, c_void_p)
+        self.settle = library.engram_cpu_settle
+        self.settle.argtypes = (c_void_p, c_void_p, c_int64, c_double)
+        self.settle.restype = None
 
 
 class TokenGate(Protocol):
@@ -177,54 +186,79 @@ class CpuGate:
 
 
 class NearKeys:
-    """The kv store's keys of positions of one session, and which are dead: half of a `NearRead`.
+    """Sessions of a batch judged, the kv store's keys of its positions, and which are dead: half of
+    a `NearRead`.
 
-    max_tokens: of a read
+    max_tokens: of a batch
     """
 
     def __init__(
         self, library: CpuLibrary, layer_index: int, tables: EngramHashTables, max_tokens: int = 64
     ) -> None:
         self.max_tokens = max_tokens
+        self._num_spots = self._num_tokens = 0
         self._width = (2 + tables.max_ngram_size) * 4
-        self._keys = (c_char * (self._width * self.max_tokens))()
+        self._keys = (c_char * (self._width * max_tokens))()
         self._view = memoryview(self._keys).cast("B")
-        self._dead = (c_char * self.max_tokens)()
-        self._slots = (c_int64 * self.max_tokens)()
-        self._of_keys = KeysParams(
+        self._dead = (c_char * max_tokens)()
+        self._slots = (c_int64 * max_tokens)()
+        spots = (c_char * (_SPOT.size * max_tokens))()
+        self._spots = memoryview(spots).cast("B")
+        self._key = Struct(f"{self._width}s")
+        self._ask = (c_int64 * (_ASK_WORDS + (1 + _SEGMENT_WORDS + 1) * max_tokens))()
+        self._token_map = np.ascontiguousarray(tables.token_map, dtype=np.int32)
+        self._of_batch = BatchParams(
+            keys=addressof(self._keys),
+            is_dead=addressof(self._dead),
+            spots=addressof(spots),
+            token_map=self._token_map.ctypes.data,
+            vocab_size=len(self._token_map),
             max_ngram_size=tables.max_ngram_size,
             pad_id=tables.pad_id,
             layer=layer_index,
         )
-        self._keys_at, self._dead_at = addressof(self._keys), addressof(self._dead)
-        self._run_keys, self._to_keys = library.keys, byref(self._of_keys)
+        self._dead_at = addressof(self._dead)
+        self._ask_at, self._batch_at = addressof(self._ask), addressof(self._of_batch)
+        self._run_judge, self._run_settle = library.judge, library.settle
 
-    def keys(
+    def begin(self) -> None:
+        """Forget the last batch (see `NearRead.begin`)."""
+        self._num_spots = self._num_tokens = 0
+
+    def judge(
         self,
-        ids: int,
-        starts: int,
-        num_pages: int,
+        sessions: int,
         tenant: int,
-        position: int,
-        count: int,
-        first: int = 0,
-    ) -> list[bytes]:
-        """Return the kv store's keys (see `NearRead.keys`). Raises Internal: out of range."""
-        params, width = self._of_keys, self._width
-        params.ids, params.starts, params.num_pages = ids, starts, num_pages
-        params.tenant, params.position, params.count = tenant, position, count
-        begin = first * width
-        params.keys, params.is_dead = self._keys_at + begin, self._dead_at + first
-        if not 0 < count <= self.max_tokens - first or self._run_keys(self._to_keys):
-            raise Internal(f"positions {position}..{position + count - 1} of a session")
-        view = self._view
-        if count == 1:
-            return [bytes(view[begin : begin + width])]
-        return [bytes(view[i : i + width]) for i in range(begin, begin + count * width, width)]
+        rows: list[int],
+        segments: Sequence[Segment],
+        num_tokens: int,
+        token_ids: Sequence[int],
+    ) -> bool:
+        """Judge segments behind those of the batch (see `NearRead.judge`)."""
+        num_spots = len(rows)
+        if not 0 < num_spots <= num_tokens <= self.max_tokens - self._num_tokens:
+            return False
+        pack_into(
+            f"{_ASK_WORDS + (1 + _SEGMENT_WORDS) * num_spots + len(token_ids)}q", self._ask, 0,
+            num_spots, num_tokens, len(token_ids), tenant, self._num_spots, self._num_tokens,
+            *rows, *chain.from_iterable(segments), *token_ids,
+        )  # fmt: skip
+        if self._run_judge(sessions, self._batch_at, self._ask_at):
+            return False
+        self._num_spots += num_spots
+        self._num_tokens += num_tokens
+        return True
 
-    def dead(self, count: int) -> bytes:
-        """Return dead flags (see `NearRead.dead`)."""
-        return self._dead.raw[:count]
+    def keys(self) -> list[bytes]:
+        """Return the kv store's keys of the batch (see `NearRead.keys`)."""
+        keys = self._key.iter_unpack(self._view[: self._num_tokens * self._width])
+        return list(chain.from_iterable(keys))
+
+    def settle(self, sessions: int, now_s: float) -> tuple[list[Spot], bytes]:
+        """End and renew the sessions of the batch (see `NearRead.settle`)."""
+        self._run_settle(sessions, self._batch_at, self._num_spots, now_s)
+        spots = _SPOT.iter_unpack(self._spots[: self._num_spots * _SPOT.size])
+        return [Spot(*spot) for spot in spots], self._dead.raw[: self._num_tokens]
 
 
 class CpuNearRead(NearKeys):

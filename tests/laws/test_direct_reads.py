@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engram_core.backends import cpu
 from engram_core.backends.base import Backend, NearRead, Run
 from engram_core.checkpoint import open_checkpoint
-from engram_core.direct import Answer, Ask, Segment
+from engram_core.direct import Answer, Ask
 from engram_core.engine import Engine
 from engram_core.engine_types import (
     EPOCH_OPENED,
@@ -30,6 +30,7 @@ from engram_core.engine_types import (
 )
 from engram_core.errors import EngramError
 from engram_core.loader import load
+from engram_core.sessions import Segment
 from tests.native.host_library import build_cpu_library
 from tests.projecting import ProjectingNear, let_it_project
 from tests.recording import Clock
@@ -337,8 +338,9 @@ class Held:
     """A near read of the backend's that would have to wait, or fails."""
 
     def __init__(self, of: NearRead, error: Exception | None) -> None:
-        self.max_tokens, self.keys, self.dead = of.max_tokens, of.keys, of.dead
-        self.reaches, self.can_project = of.reaches, False
+        self.max_tokens, self.begin, self.judge = of.max_tokens, of.begin, of.judge
+        self.keys, self.settle, self.reaches = of.keys, of.settle, of.reaches
+        self.can_project = False
         self._error = error
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:

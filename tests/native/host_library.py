@@ -48,7 +48,7 @@ def build_cpu_library(folder: Path, *flags: str) -> CpuLibrary:
     if compiler is None:
         pytest.skip("no C++ compiler")
     path = folder / f"cpu{'_'.join(flags)}.so"
-    sources = [str(CPU / name) for name in ("gate.cc", "keys.cc")]
+    sources = [str(CPU / name) for name in ("gate.cc", "sessions.cc")]
     subprocess.run([compiler, *CPU_FLAGS, *flags, *sources, "-o", str(path)], check=True)
     return CpuLibrary(path)
 

@@ -12,15 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram_core.backends.cpu import CpuGate, CpuLibrary, KeysParams
+from engram_core.backends.cpu import ABI_VERSION, CpuGate, CpuLibrary, NearKeys
 from engram_core.backends.gate import Gate
+from engram_core.engine_types import EPOCH_OPENED, EngineLimits
 from engram_core.errors import BadTensor, Internal
+from engram_core.fence import Asked
 from engram_core.geometry import Geometry
 from engram_core.hashing import DEAD, block
 from engram_core.kv_store import keys_of
-from engram_core.pages import PagedIds, page_end
+from engram_core.registry import Opening
+from engram_core.sessions import SessionPool
 from tests import oracle
 from tests.native.host_library import build_cpu_library
+from tests.recording import TOY
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,7 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or "g++"
     other = tmp_path / "other.so"
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
-    with pytest.raises(Internal, match="expected version 1, got 99"):
+    with pytest.raises(Internal, match=f"expected version {ABI_VERSION}, got 99"):
         CpuLibrary(other)
 
 
@@ -151,30 +155,16 @@ def test_keys_are_those_of_the_arrays(library: CpuLibrary, data: st.DataObject) 
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     ids = rng.integers(0, 50, length).astype(np.int32)
     ids[rng.random(length) < data.draw(st.sampled_from([0.0, 0.2, 0.9]))] = DEAD
-    pages = PagedIds(3, 12, 1 << 12)
-    row = np.array([data.draw(st.integers(0, 2))])
-    pages.resize(row, np.array([0]), page_end(np.array([length])))
-    pages.write(row, np.arange(length), ids)
+    limits = EngineLimits(max_sessions=3, max_held_tokens=2048)
+    pool = SessionPool(limits, 4, clock=lambda: 0.0, wall_clock_us=lambda: 1)
+    pool.open("", Opening(1))
+    pool.push("", Asked.one(1, 0, length, EPOCH_OPENED), ids)
     position = data.draw(st.integers(0, length - 1))
     count = data.draw(st.integers(1, min(64, length - position)))
-    raw = pages.look_back(row, np.array([position]), np.array([count]), 3)
-    expected = keys_of(1, np.full(count, 7), block(raw, 49))
-    keys, dead = np.empty((count, 6), np.int32), np.empty(count, np.bool_)
-    params = KeysParams(
-        ids=pages.address,
-        starts=pages.starts_address(int(row[0])),
-        num_pages=16,
-        position=position,
-        count=count,
-        max_ngram_size=4,
-        pad_id=49,
-        tenant=7,
-        layer=1,
-        keys=keys.ctypes.data,
-        is_dead=dead.ctypes.data,
-    )
-    assert library.keys(params) == 0
-    assert keys.view("V24").ravel().tolist() == expected
-    assert (dead == (raw[:, 0] == DEAD)).all()
-    params.position = 16 * 256
-    assert library.keys(params) == 1
+    row = pool.rows_of("")[1]
+    raw = pool.windows(*(np.array([each]) for each in (row, position, count)))
+    keys = NearKeys(library, 1, TOY)
+    assert keys.judge(pool.address, 7, [row], [(1, position, count, EPOCH_OPENED)], count, ())
+    assert keys.keys() == keys_of(1, np.full(count, 7), block(raw, TOY.pad_id))
+    _, dead = keys.settle(pool.address, 0.0)
+    assert list(dead) == (raw[:, 0] == DEAD).tolist()

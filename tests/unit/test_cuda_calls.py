@@ -19,9 +19,13 @@ from engram_core.backends.device import DeviceBuffer, Stream
 from engram_core.backends.disk_rows import DiskRows
 from engram_core.backends.engram_v41 import DeviceLayer
 from engram_core.backends.projections import Projections
+from engram_core.engine_types import EPOCH_OPENED, EngineLimits
 from engram_core.errors import BadTensor, RowOutOfRange
+from engram_core.fence import Asked
 from engram_core.hashing import hash_windows
 from engram_core.quant import row_format
+from engram_core.registry import Opening
+from engram_core.sessions import SessionPool
 from engram_core.tables import HostTable
 from tests.gpu.layers import geometry_of, hash_tables, random_windows
 from tests.native.host_library import build_cpu_library
@@ -305,10 +309,12 @@ def test_a_projection_that_has_ended_is_not_asked_for_again() -> None:
 
 def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
     read = near.backend.near_reads[1]
-    ids = np.arange(256, dtype=np.int32)
-    starts = np.zeros(1, np.int64)
-    keys = read.keys(ids.ctypes.data, starts.ctypes.data, 1, 7, 10, 5)
-    assert keys[0] == np.array([7, 1, 10, 9, 8, 7], np.int32).tobytes()
+    limits = EngineLimits(max_sessions=1, max_held_tokens=256)
+    pool = SessionPool(limits, 4, clock=lambda: 0.0, wall_clock_us=lambda: 1)
+    pool.open("", Opening(1))
+    pool.push("", Asked.one(1, 0, 20, EPOCH_OPENED), np.arange(20, dtype=np.int32))
+    assert read.judge(pool.address, 7, [0], [(1, 10, 5, EPOCH_OPENED)], 5, ())
+    assert read.keys()[0] == np.array([7, 1, 10, 9, 8, 7], np.int32).tobytes()
     assert read.project([40, 41], [1, 4])
     windows = np.frombuffer(read._windows, np.int32)[:8].tolist()  # type: ignore[attr-defined]
     assert windows == [11, 10, 9, 8, 14, 13, 12, 11]

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -25,11 +26,14 @@ import pytest
 
 from engram_core import fence as rules
 from engram_core import sessions
+from engram_core.backends.cpu import NearKeys
 from engram_core.engine_types import EPOCH_OPENED, EngineLimits
 from engram_core.errors import EngramError, StepRefused
 from engram_core.fence import Asked, Fence, Judgement
 from engram_core.registry import Opening
 from engram_core.sessions import SessionPool
+from tests.native.host_library import build_cpu_library
+from tests.recording import TOY
 
 SEEDS = int(os.environ.get("FENCE_SEEDS", "1500"))
 CALLS = 14
@@ -61,11 +65,15 @@ class Answer:
 
 
 class Server:
-    """One session of a pool behind messages."""
+    """One session of a pool behind messages.
 
-    def __init__(self, pool: SessionPool, session_id: int) -> None:
+    keys: what judges small steps in C++, as `direct.py` has them done; None: nothing does
+    """
+
+    def __init__(self, pool: SessionPool, session_id: int, keys: NearKeys | None = None) -> None:
         self.pool = pool
         self.session_id = session_id
+        self.keys = keys
 
     def handle(self, call: Call) -> Answer:
         try:
@@ -82,6 +90,11 @@ class Server:
     def push(self, call: Call) -> Answer:
         asked = Asked.one(self.session_id, call.position, len(call.ids), call.epoch)
         ids = np.array(call.ids, dtype=np.int32)
+        if not call.truncate and self._judge(call, call.ids):
+            assert self.keys is not None
+            ((spot,), _) = self.keys.settle(self.pool.address, 0.0)
+            self.pool.held_tokens += len(ids)
+            return Answer(spot.length, spot.epoch)
         pushed = self.pool.push("", asked, ids, truncate=call.truncate)
         return Answer(int(pushed.length[0]), int(pushed.epoch[0]))
 
@@ -93,14 +106,23 @@ class Server:
         """A read answers with its copy, or is refused: it never sees other ids."""
         asked = Asked.one(self.session_id, call.position, call.count, call.epoch)
         found = self.pool.read("", asked)
-        spot = self.pool.spot("", self.session_id, call.position, call.count, call.epoch)
-        if (spot is None) != bool(found.verdict.any()):
-            raise ViolationError(f"a direct read finds {spot}, a read {found.verdict}")
+        is_plain = self.keys is not None and self._judge(call)
+        if self.keys is not None and is_plain == bool(found.verdict.any()):
+            raise ViolationError(f"a direct read is allowed: {is_plain}, a read: {found.verdict}")
         if not found.verdict.any():
             seen = self.pool.windows(found.rows, asked.position, asked.count)[:, 0].tolist()
             if tuple(seen) != call.copy:
                 raise ViolationError(f"a read saw {seen}, not {call.copy}")
         return Answer(0, 0)
+
+    def _judge(self, call: Call, ids: tuple[int, ...] = ()) -> bool:
+        count = len(ids) or call.count
+        if self.keys is None or not count:
+            return False
+        self.keys.begin()
+        rows = [self.pool.rows_of("").get(self.session_id, -1)]
+        segment = self.session_id, call.position, count, call.epoch
+        return self.keys.judge(self.pool.address, 0, rows, [segment], count, ids)
 
     def held(self) -> tuple[list[int], int]:
         """The ids held, and the epoch."""
@@ -118,10 +140,17 @@ class Server:
 class Simulation:
     """One client, one session, one bad network."""
 
-    def __init__(self, pool: SessionPool, seed: int, *, is_careless: bool = False) -> None:
+    def __init__(
+        self,
+        pool: SessionPool,
+        seed: int,
+        *,
+        is_careless: bool = False,
+        keys: NearKeys | None = None,
+    ) -> None:
         self.is_careless = is_careless
         self.random = random.Random(seed)
-        self.server = Server(pool, seed + 1)
+        self.server = Server(pool, seed + 1, keys)
         self.network: list[Call] = []
         self.copy: list[int] = []
         self.epoch = EPOCH_OPENED
@@ -226,7 +255,9 @@ class Simulation:
         return Call("push", position, ids, epoch, truncate=True)
 
 
-def simulate(seeds: range, *, is_careless: bool = False) -> str | None:
+def simulate(
+    seeds: range, *, is_careless: bool = False, keys: NearKeys | None = None
+) -> str | None:
     """Run simulations; the first violation, or None."""
     clock = iter(range(1, 2**62)).__next__
     pool = SessionPool(
@@ -237,7 +268,7 @@ def simulate(seeds: range, *, is_careless: bool = False) -> str | None:
     )
     for seed in seeds:
         try:
-            Simulation(pool, seed, is_careless=is_careless).run()
+            Simulation(pool, seed, is_careless=is_careless, keys=keys).run()
         except ViolationError as violation:
             return f"seed {seed}: {violation}"
     return None
@@ -245,6 +276,11 @@ def simulate(seeds: range, *, is_careless: bool = False) -> str | None:
 
 def test_nothing_is_lost_doubled_or_wrongly_refused() -> None:
     assert simulate(range(SEEDS)) is None
+
+
+def test_nor_where_small_steps_are_judged_in_cpp(tmp_path: Path) -> None:
+    keys = NearKeys(build_cpu_library(tmp_path, "-O1"), 0, TOY)
+    assert simulate(range(SEEDS, 2 * SEEDS), keys=keys) is None
 
 
 def test_client_must_abandon_to_where_the_abandoned_call_began() -> None:
