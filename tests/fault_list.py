@@ -22,6 +22,7 @@ ARRANGED = "tests/native/test_arranged.py"
 STORED = "tests/native/test_stored_wkv.py"
 GATES = "tests/unit/test_reference_backend.py"
 CPU = "tests/native/test_cpu.py"
+JUDGE = "tests/native/test_judge.py"
 DIRECT = "tests/laws/test_direct_reads.py"
 AT_ONCE = "tests/service/test_recall_at_once.py"
 
@@ -48,7 +49,7 @@ SHM = "tests/service/test_shm.py"
 QUANT = "engram_core/quant.py"
 GATE = "engram_core/backends/gate.py"
 REFERENCE = "engram_core/backends/reference.py"
-CPU_GATE = "csrc/cpu/gate.cc"
+CPU_GATE, CPU_SESSIONS = "csrc/cpu/gate.cc", "csrc/cpu/sessions.cc"
 PAGES = "engram_core/pages.py"
 SESSIONS = "engram_core/sessions.py"
 FENCE = "engram_core/fence.py"
@@ -437,31 +438,59 @@ FAULTS = (
     # ------------------------------------------------------------------ direct reads
     fault(
         "direct-read-at-a-stale-epoch",
-        SESSIONS,
-        "if not fresh or position < base",
-        "if position < base",
+        CPU_SESSIONS,
+        "    if (!session.is_fresh(segment[3])) return 1;",
+        "    if (ask->num_ids && !session.is_fresh(segment[3])) return 1;",
         f"{DIRECT}::test_any_read_after_any_program",
     ),
     fault(
         "direct-read-below-the-base",
-        SESSIONS,
-        "if not fresh or position < base or",
-        "if not fresh or",
+        CPU_SESSIONS,
+        "position < session.base || ",
+        "",
         f"{DIRECT}::test_any_read_after_any_program",
     ),
     fault(
         "direct-read-beyond-the-end",
-        SESSIONS,
-        "or position + count > length:",
-        "or position + count > length + 1:",
+        CPU_SESSIONS,
+        "position > session.length - count",
+        "position > session.length + 1 - count",
         f"{DIRECT}::test_any_read_after_any_program",
     ),
     fault(
         "direct-read-does-not-renew",
-        "engram_core/direct.py",
-        "        self._pool.renew_spot(spot)\n        return Answer",
-        "        return Answer",
+        CPU_SESSIONS,
+        "sessions->last_used_s[spot.row] = now_s;",
+        "sessions->last_used_s[spot.row] += 0 * now_s;",
         f"{DIRECT}::test_it_renews_the_session",
+    ),
+    fault(
+        "direct-segment-of-nothing",
+        CPU_SESSIONS,
+        "row < 0 || count < 1 || count > left",
+        "row < 0 || count > left",
+        f"{JUDGE}::test_any_ask_after_any_program",
+    ),
+    fault(
+        "direct-append-of-an-id-below-zero",
+        CPU_SESSIONS,
+        "uint64_t(token_ids[i]) >= uint64_t(batch.vocab_size)",
+        "token_ids[i] >= batch.vocab_size",
+        f"{JUDGE}::test_any_ask_after_any_program",
+    ),
+    fault(
+        "direct-append-anywhere",
+        CPU_SESSIONS,
+        "position != session.length || count > session.room()",
+        "count > session.room()",
+        f"{JUDGE}::test_any_ask_after_any_program",
+    ),
+    fault(
+        "direct-read-ends-a-session-where-it-was-judged",
+        CPU_SESSIONS,
+        "if (spot.length > length) length = spot.length;",
+        "length = spot.length;",
+        f"{JUDGE}::test_a_batch_takes_what_has_room_and_no_session_twice",
     ),
     fault(
         "direct-read-of-what-is-not-filled",
@@ -508,9 +537,9 @@ FAULTS = (
     ),
     fault(
         "cpu-keys-blocking-not-sticky",
-        "csrc/cpu/keys.cc",
-        "const int32_t id = is_blocked || at < 0\n",
-        "const int32_t id = at < 0\n",
+        CPU_SESSIONS,
+        "const int32_t id = is_blocked || at < 0 ?",
+        "const int32_t id = at < 0 ?",
         f"{CPU}::test_keys_are_those_of_the_arrays",
     ),
     fault(
@@ -1312,24 +1341,24 @@ FAULTS = (
     ),
     fault(
         "append-across-a-page-in-one-write",
-        "engram_core/sessions.py",
-        " or (length - 1) // PAGE != (end - 1) // PAGE",
-        "",
-        "tests/laws/test_direct_reads.py::test_any_push_and_read_after_any_program",
+        CPU_SESSIONS,
+        "return length % PAGE ? PAGE - length % PAGE : 0;",
+        "return PAGE;",
+        f"{DIRECT}::test_any_push_and_read_after_any_program",
     ),
     fault(
         "direct-append-under-any-epoch",
-        "engram_core/sessions.py",
-        " or present != (opened if epoch == EPOCH_OPENED else epoch):\n",
-        ":\n",
-        "tests/laws/test_direct_reads.py::test_any_push_and_read_after_any_program",
+        CPU_SESSIONS,
+        "    if (!session.is_fresh(segment[3])) return 1;",
+        "    if (!ask->num_ids && !session.is_fresh(segment[3])) return 1;",
+        f"{DIRECT}::test_any_push_and_read_after_any_program",
     ),
     fault(
         "direct-append-that-nobody-hears-of",
         "engram_core/engine.py",
-        "self._steps.appended(ask, [spot.row for spot in answer.sessions])\n",
+        "self._steps.appended(ask, answer.sessions)\n",
         "pass\n",
-        "tests/laws/test_direct_reads.py::test_an_append_made_directly_answers_who_waits_for_it",
+        f"{DIRECT}::test_an_append_made_directly_answers_who_waits_for_it",
     ),
     fault(
         "made-here-and-found-by-a-lane-too-early",
@@ -1347,26 +1376,24 @@ FAULTS = (
     ),
     fault(
         "one-session-pushed-to-twice-by-a-few-segments",
-        "engram_core/direct.py",
-        "                if name in batch.appended:\n",
-        "                if batch.appended is None:\n",
-        "tests/service/test_step_at_once.py"
-        "::test_a_few_segments_that_are_unusual_are_answered_as_ever",
+        CPU_SESSIONS,
+        "spots[i].row == row && spots[i].length > length",
+        "spots[i].row < 0 && spots[i].length > length + row",
+        f"{JUDGE}::test_a_batch_takes_what_has_room_and_no_session_twice",
     ),
     fault(
-        "keys-of-a-few-segments-in-one-place",
-        "engram_core/backends/cpu.py",
-        "        begin = first * width\n",
-        "        begin = 0 * first\n",
-        "tests/laws/test_direct_reads.py::test_a_few_segments_after_any_program",
+        "keys-of-a-few-asks-in-one-place",
+        CPU_SESSIONS,
+        "batch->keys + token * (2 + batch->max_ngram_size)",
+        "batch->keys",
+        f"{JUDGE}::test_a_batch_takes_what_has_room_and_no_session_twice",
     ),
     fault(
         "a-few-segments-that-are-refused-renew-sessions",
-        "engram_core/direct.py",
-        "                spot = pool.spot(tenant, session_id, position, count, epoch)\n",
-        "                if spot := pool.spot(tenant, session_id, position, count, epoch):\n"
-        "                    pool.renew_spot(spot)\n",
-        "tests/laws/test_direct_reads.py::test_a_few_segments_that_are_refused_renew_nothing",
+        CPU_SESSIONS,
+        "    batch->spots[before] = {",
+        "    sessions->last_used_s[row] += 6;\n    batch->spots[before] = {",
+        f"{DIRECT}::test_a_few_segments_that_are_refused_renew_nothing",
     ),
     fault(
         "pushes-with-a-mask-at-once",
@@ -1439,16 +1466,16 @@ FAULTS = (
     fault(
         "turn-takes-more-ids-than-there-is-room-for",
         "engram_core/direct.py",
-        "pool.has_room(batch.num_appended + num_tokens)",
-        "pool.has_room(num_tokens)",
-        "tests/laws/test_direct_reads.py::test_a_turn_keeps_to_the_room_for_ids",
+        "pool.has_room(num_ids + count)",
+        "pool.has_room(count)",
+        f"{DIRECT}::test_a_turn_keeps_to_the_room_for_ids",
     ),
     fault(
         "direct-append-past-the-room-for-ids",
         "engram_core/direct.py",
-        "            if not pool.has_room(batch.num_appended + num_tokens):\n",
-        "            if num_tokens < 0:\n",
-        "tests/laws/test_direct_reads.py::test_a_direct_append_keeps_to_the_room_for_ids",
+        "len(ids) == count and pool.has_room(num_ids + count)",
+        "len(ids) == count",
+        f"{DIRECT}::test_a_direct_append_keeps_to_the_room_for_ids",
     ),
     fault(
         "gates-apart-not-waited-for",
