@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from engram_core.checkpoint.files import naming, refusal, shown
+from engram_core.checkpoint.files import Named, naming, refusal, tensor_refusal
 from engram_core.checkpoint.identity import identity_of
 from engram_core.checkpoint.sources import Checkpoint, LayerSource
 from engram_core.geometry import EngramHashTables, Geometry
 
 ROLES = ("table", "wkv", "q", "k")
-
-
-class Named(Protocol):
-    """A tensor of either format, before its type is looked at."""
-
-    @property
-    def name(self) -> str:
-        """As the file has it."""
-
-    @property
-    def path(self) -> Path:
-        """Of the file it lies in."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Outermost dim first."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +102,4 @@ def _notes(layers: Sequence[LayerSource]) -> list[str]:
 
 
 def _shape_refusal(tensor: Named, expected: object) -> Exception:
-    where = f"tensor {shown(tensor.name)}"
-    got = f"shape {list(tensor.shape)}"
-    return refusal(tensor.path, where, expected=f"shape {expected}", got=got)
+    return tensor_refusal(tensor, expected=f"shape {expected}", got=f"shape {list(tensor.shape)}")

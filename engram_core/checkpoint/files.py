@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from engram_core.errors import CheckpointError
 
@@ -29,6 +29,30 @@ def refusal(
         path=str(path),
         where=where,
     )
+
+
+class Named(Protocol):
+    """A tensor of either format, before its type is looked at."""
+
+    @property
+    def name(self) -> str:
+        """As the file has it."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file it lies in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost dim first."""
+
+
+def tensor_refusal(
+    tensor: Named, *, expected: object, got: object, advice: str = ""
+) -> CheckpointError:
+    """Make the error for one fault of a tensor."""
+    where = f"tensor {shown(tensor.name)}"
+    return refusal(tensor.path, where, expected=expected, got=got, advice=advice)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engram_core.checkpoint.files import Cursor, RegularFile, refusal, shown
+from engram_core.checkpoint.files import Cursor, RegularFile, refusal, shown, tensor_refusal
 from engram_core.quant import BLOCK33, row_format
 
 _MAX_HEADER_BYTES = 32 << 20
@@ -110,7 +110,7 @@ def read_gguf(path: Path) -> GgufFile:
         alignment = _alignment(path, metadata)
         base = -(-cursor.position // alignment) * alignment
         tensors = _place(path, infos, base, alignment)
-        _check_extents(path, file.size, tensors)
+        _check_extents(file.size, tensors)
         return GgufFile(path, file.size, version, metadata, {t.name: t for t in tensors})
 
 
@@ -229,15 +229,13 @@ def _check_shape(tensor: GgufTensor) -> None:
     for length in tensor.shape:
         elements *= length
     if not 0 < elements <= _MAX_ELEMENTS:
-        where = f"tensor {shown(tensor.name)}"
         expected = f"1 to {_MAX_ELEMENTS} elements"
-        raise refusal(tensor.path, where, expected=expected, got=list(tensor.shape))
+        raise tensor_refusal(tensor, expected=expected, got=list(tensor.shape))
     packed = _block(tensor.type_id)
     # A type that is not known is refused by whoever wants to read it.
     if packed is not None and tensor.shape[-1] % packed[0]:
-        where = f"tensor {shown(tensor.name)}"
         expected = f"rows of a multiple of {packed[0]} values for {tensor.type_name}"
-        raise refusal(tensor.path, where, expected=expected, got=tensor.shape[-1])
+        raise tensor_refusal(tensor, expected=expected, got=tensor.shape[-1])
 
 
 def _block(type_id: int) -> tuple[int, int] | None:
@@ -264,26 +262,24 @@ def _place(path: Path, infos: list[GgufTensor], base: int, alignment: int) -> li
     names: set[str] = set()
     placed = []
     for info in infos:
-        where = f"tensor {shown(info.name)}"
         if info.name in names:
-            raise refusal(path, where, expected="each tensor once", got="a duplicate")
+            raise tensor_refusal(info, expected="each tensor once", got="a duplicate")
         if info.offset % alignment:
-            raise refusal(path, where, expected=f"a multiple of {alignment}", got=info.offset)
+            raise tensor_refusal(info, expected=f"a multiple of {alignment}", got=info.offset)
         names.add(info.name)
         offset = base + info.offset
         placed.append(GgufTensor(info.name, path, info.type_id, info.shape, offset))
     return placed
 
 
-def _check_extents(path: Path, size: int, tensors: list[GgufTensor]) -> None:
+def _check_extents(size: int, tensors: list[GgufTensor]) -> None:
     """Every tensor lies inside the file, and none on another."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-        where = f"tensor {shown(tensor.name)}"
         if tensor.offset < end:
-            raise refusal(path, where, expected=f"data from byte {end} on", got=tensor.offset)
+            raise tensor_refusal(tensor, expected=f"data from byte {end} on", got=tensor.offset)
         end = tensor.offset + (tensor.num_bytes or 0)
         if end > size:
             got = f"a file of {size} bytes"
             advice = "the file is truncated: download it again"
-            raise refusal(path, where, expected=f"data up to byte {end}", got=got, advice=advice)
+            raise tensor_refusal(tensor, expected=f"data up to byte {end}", got=got, advice=advice)

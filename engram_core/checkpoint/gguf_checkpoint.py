@@ -11,7 +11,7 @@ from engram_core.checkpoint.assemble import (
     finish,
     geometry_from,
 )
-from engram_core.checkpoint.files import naming, refusal, shown
+from engram_core.checkpoint.files import naming, refusal, shown, tensor_refusal
 from engram_core.checkpoint.gguf import GgufTensor
 from engram_core.checkpoint.gguf_constants import GgufConstants, read_constants
 from engram_core.checkpoint.gguf_split import GgufSet, read_gguf_set
@@ -78,10 +78,10 @@ def _engram_tensors(files: GgufSet) -> dict[int, dict[str, GgufTensor]]:
         if "engram" not in name or is_constant or name == GGUF_MANIFEST:
             continue
         layer_id, role = _role(tensor)
-        layer, where = roles.setdefault(layer_id, {}), f"tensor {shown(name)}"
+        layer = roles.setdefault(layer_id, {})
         if role in layer:
             got = f"a second one beside {shown(layer[role].name)}"
-            raise refusal(tensor.path, where, expected=f"one {role}", got=got)
+            raise tensor_refusal(tensor, expected=f"one {role}", got=got)
         layer[role] = tensor
     return roles
 
@@ -95,8 +95,8 @@ def _role(tensor: GgufTensor) -> tuple[int, str]:
     if match is None or match[2] not in stems:
         name = tensor.name
         advice = nearest(match[2] if match else name, stems if match else GGUF_TENSORS)
-        where, expected = f"tensor {shown(name)}", "an Engram tensor with a known name"
-        raise refusal(tensor.path, where, expected=expected, got=shown(name), advice=advice)
+        expected = "an Engram tensor with a known name"
+        raise tensor_refusal(tensor, expected=expected, got=shown(name), advice=advice)
     return int(match[1]), stems[match[2]]
 
 
@@ -136,9 +136,7 @@ def _plain_table(
 ) -> TableSource:
     form = _row_format(table)
     if scale is not None:
-        where = f"tensor {shown(scale.name)}"
-        got = f"one beside a {form.name} table"
-        raise refusal(scale.path, where, expected="no scales", got=got)
+        raise tensor_refusal(scale, expected="no scales", got=f"one beside a {form.name} table")
     expect_shape(table, num_rows, head_dim)
     row_bytes = form.row_bytes(head_dim)
     part = Part(table.path, table.offset, row_bytes)
@@ -147,8 +145,7 @@ def _plain_table(
 
 def _expect_bytes(tensor: GgufTensor) -> None:
     if tensor.type_id != _I8:
-        where = f"tensor {shown(tensor.name)}"
-        raise refusal(tensor.path, where, expected="type I8", got=tensor.type_name)
+        raise tensor_refusal(tensor, expected="type I8", got=tensor.type_name)
 
 
 def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
@@ -161,8 +158,7 @@ def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
     shape = (-(-num_rows // QUANT_GROUP), -(-num_columns // QUANT_GROUP))
     expect_shape(scale, *shape)
     if scale.type_id not in (_I8, _F32):
-        where = f"tensor {shown(scale.name)}"
-        raise refusal(scale.path, where, expected="type I8 or F32", got=scale.type_name)
+        raise tensor_refusal(scale, expected="type I8 or F32", got=scale.type_name)
     kind, width = ("F32", 4) if scale.type_id == _F32 else ("F8_E8M0", 1)
     num_bytes = shape[0] * shape[1] * width
     scales = TensorSource(scale.name, scale.path, scale.offset, num_bytes, shape, kind)
@@ -184,6 +180,5 @@ def _row_format(tensor: GgufTensor) -> RowFormat:
     try:
         return row_format_of_type(tensor.type_id)
     except CheckpointError as error:
-        where = f"tensor {shown(tensor.name)}"
         got = f"{tensor.type_name} ({tensor.type_id})"
-        raise refusal(tensor.path, where, expected=error.expected, got=got) from None
+        raise tensor_refusal(tensor, expected=error.expected, got=got) from None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engram_core.checkpoint.assemble import Constants
 from engram_core.checkpoint.config import Config, check_counts, read_config
-from engram_core.checkpoint.files import RegularFile, naming, refusal, shown
+from engram_core.checkpoint.files import RegularFile, naming, refusal, shown, tensor_refusal
 from engram_core.checkpoint.gguf import GgufTensor, Skipped, Value
 from engram_core.checkpoint.gguf_split import GgufSet
 from engram_core.checkpoint.layouts import (
@@ -172,8 +172,7 @@ def _add_constant_tensors(files: GgufSet, values: _Values) -> None:
         if meaning not in _ARRAYS:
             continue  # what is no constant is refused with the other tensors
         if meaning in values:
-            where = f"tensor {shown(name)}"
-            raise refusal(tensor.path, where, expected="one spelling", got=f"a second {meaning}")
+            raise tensor_refusal(tensor, expected="one spelling", got=f"a second {meaning}")
         values[meaning] = _read_integers(tensor)
 
 
@@ -181,11 +180,11 @@ def _read_integers(tensor: GgufTensor) -> NDArray[Any]:
     where = f"tensor {shown(tensor.name)}"
     dtype = _INTEGER_TENSORS.get(tensor.type_id)
     if dtype is None:
-        raise refusal(tensor.path, where, expected="type I32 or I64", got=tensor.type_name)
+        raise tensor_refusal(tensor, expected="type I32 or I64", got=tensor.type_name)
     num_bytes = tensor.num_bytes or 0
     if num_bytes > _MAX_CONSTANT_BYTES:
         expected = f"at most {_MAX_CONSTANT_BYTES} bytes"
-        raise refusal(tensor.path, where, expected=expected, got=num_bytes)
+        raise tensor_refusal(tensor, expected=expected, got=num_bytes)
     with RegularFile(tensor.path) as file:
         return np.frombuffer(file.read(tensor.offset, num_bytes, where), dtype)
 

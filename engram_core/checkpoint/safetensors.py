@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engram_core.checkpoint.files import RegularFile, refusal, shown
+from engram_core.checkpoint.files import RegularFile, refusal, shown, tensor_refusal
 
 MAX_JSON_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 16 << 20
@@ -153,14 +153,13 @@ def _check_extents(path: Path, size: int, base: int, tensors: list[SafeTensor]) 
     """The data has no holes and no overlaps, and ends where the file ends."""
     end = base
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
-        where = f"tensor {shown(tensor.name)}"
         if tensor.offset != end:
             got = f"byte {tensor.offset}"
-            raise refusal(path, where, expected=f"data from byte {end} on", got=got)
+            raise tensor_refusal(tensor, expected=f"data from byte {end} on", got=got)
         end += tensor.num_bytes
         if end > size:
             got = f"a file of {size} bytes"
             advice = "the file is truncated: download it again"
-            raise refusal(path, where, expected=f"data up to byte {end}", got=got, advice=advice)
+            raise tensor_refusal(tensor, expected=f"data up to byte {end}", got=got, advice=advice)
     if end != size:
         raise refusal(path, "file size", expected=f"{end} bytes", got=size)

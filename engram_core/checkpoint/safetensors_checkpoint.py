@@ -13,7 +13,7 @@ from engram_core.checkpoint.assemble import (
     geometry_from,
 )
 from engram_core.checkpoint.config import derive_hash_tables, read_config
-from engram_core.checkpoint.files import RegularFile, inside, refusal, shown
+from engram_core.checkpoint.files import RegularFile, inside, refusal, shown, tensor_refusal
 from engram_core.checkpoint.layouts import (
     SAFETENSORS_TENSOR,
     SAFETENSORS_TENSORS,
@@ -104,17 +104,16 @@ def _engram_tensors(tensors: Iterable[SafeTensor]) -> dict[int, dict[str, SafeTe
     """Sort the Engram tensors by layer and role; one that fits nowhere is refused."""
     roles: dict[int, dict[str, SafeTensor]] = {}
     for tensor in tensors:
-        where = f"tensor {shown(tensor.name)}"
         match = SAFETENSORS_TENSOR.fullmatch(tensor.name)
         if match is None or match[2] not in SAFETENSORS_TENSORS:
             advice = nearest(match[2] if match else tensor.name, SAFETENSORS_TENSORS)
             expected = "an Engram tensor with a known name"
             got = shown(tensor.name)
-            raise refusal(tensor.path, where, expected=expected, got=got, advice=advice)
+            raise tensor_refusal(tensor, expected=expected, got=got, advice=advice)
         layer, role = roles.setdefault(int(match[1]), {}), SAFETENSORS_TENSORS[match[2]]
         if role in layer:
             got = f"a second one beside {shown(layer[role].name)} in {layer[role].path.name}"
-            raise refusal(tensor.path, where, expected=f"one {role}", got=got)
+            raise tensor_refusal(tensor, expected=f"one {role}", got=got)
         layer[role] = tensor
     return roles
 
@@ -148,8 +147,7 @@ def _wkv(roles: _Roles, num_rows: int, num_columns: int) -> TensorSource:
 def _plain(tensor: SafeTensor, num_rows: int, num_columns: int) -> TensorSource:
     expect_shape(tensor, num_rows, num_columns)
     if tensor.dtype not in _PLAIN:
-        where = f"tensor {shown(tensor.name)}"
-        raise refusal(tensor.path, where, expected=" or ".join(_PLAIN), got=shown(tensor.dtype))
+        raise tensor_refusal(tensor, expected=" or ".join(_PLAIN), got=shown(tensor.dtype))
     return TensorSource(
         tensor.name,
         tensor.path,
@@ -176,19 +174,17 @@ def _source(
 
 def _is_scaled(tensor: SafeTensor, scale: SafeTensor | None) -> bool:
     """Tell FP8 with scales from plain values; every other combination is refused."""
-    where = f"tensor {shown(tensor.name)}"
     if tensor.dtype in _PLAIN and scale is None:
         return False
     if tensor.dtype in _PLAIN:
         got = f"scales {shown(scale.name if scale else '')}"
-        raise refusal(tensor.path, where, expected=f"no scales beside {tensor.dtype}", got=got)
+        raise tensor_refusal(tensor, expected=f"no scales beside {tensor.dtype}", got=got)
     if tensor.dtype != "F8_E4M3":
         expected = f"F8_E4M3, {', '.join(_PLAIN)}"
-        raise refusal(tensor.path, where, expected=expected, got=shown(tensor.dtype))
+        raise tensor_refusal(tensor, expected=expected, got=shown(tensor.dtype))
     if scale is None:
-        raise refusal(tensor.path, where, expected="scales beside F8_E4M3", got="none")
+        raise tensor_refusal(tensor, expected="scales beside F8_E4M3", got="none")
     if scale.dtype not in _SCALE_BYTES:
-        where = f"tensor {shown(scale.name)}"
         expected = f"scales of type {', '.join(_SCALE_BYTES)}"
-        raise refusal(scale.path, where, expected=expected, got=shown(scale.dtype))
+        raise tensor_refusal(scale, expected=expected, got=shown(scale.dtype))
     return True
