@@ -47,6 +47,16 @@ class Peer(Protocol):
     def is_stalled(self) -> bool:
         """Whether what is sent would have to wait."""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Of what was written, how much its host has not taken yet."""
+
+
+def read_on_s(peer: Peer | None) -> float:
+    """Return how long what comes behind a refusal is read on: until the peer may have taken it, and
+    what was sent before it."""
+    return READ_ON_S + (0 if peer is None else peer.unsent_bytes / MIN_BYTES_PER_S)
+
 
 async def received_elsewhere() -> Message:
     """Stand for ASGI's receive where a body comes another way: nobody asks here."""
@@ -65,14 +75,14 @@ class Inbox:
         self.num_bytes = 0
         self.is_complete = not self.is_chunked and not self.length
         self._receive = receive
-        self._peer: Peer | None = (
+        self.peer: Peer | None = (
             (scope.get("extensions") or {}).get(CONNECTION, {}).get("connection")
         )
 
     @property
     def is_here(self) -> bool:
         """Whether all of it has arrived: nothing is waited for."""
-        return self._peer is not None and self._peer.has_body
+        return self.peer is not None and self.peer.has_body
 
     async def next(self) -> bytes:
         """Return the next bytes. Raises ClientGoneError."""
@@ -263,7 +273,7 @@ async def send_refusal(
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": unread})
     if unread:
-        await inbox.read_on(READ_ON_S)
+        await inbox.read_on(read_on_s(inbox.peer))
         await send({"type": "http.response.body", "body": b""})
 
 

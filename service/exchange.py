@@ -80,6 +80,9 @@ class Line(Connection, Protocol):
     def finished(self, exchange: Exchange) -> None:
         """Pass on what comes next: an answer is written."""
 
+    def linger(self) -> None:
+        """End, once the peer has heard what was sent."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -298,7 +301,7 @@ class Exchange:
         """Note bytes received into `space()`."""
         self._end += num_bytes
         if self.is_told and not self.more_body:
-            self._line.transport.close()
+            self._line.linger()
 
     def _check_pace(self) -> None:
         earned = bodies.GRACE_S + self._end / bodies.MIN_BYTES_PER_S
@@ -407,7 +410,7 @@ class Exchange:
             # Read on for a moment: a client that writes its whole body first hears us.
             self._buffer = self._shared.scratch
             if self.response_complete:  # else it is watched that the answer is taken
-                self._watch(bodies.READ_ON_S, self._line.transport.close)
+                self._watch(bodies.read_on_s(self._line), self._line.transport.close)
 
     def _send(self, status: int, block: bytes, buffers: list[Buffer], code: str) -> None:
         """Write an answer, and end with it or once the client has taken it."""

@@ -9,9 +9,12 @@ read.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import sys
+import termios
+from contextlib import suppress
 from typing import Any
 
 import httptools
@@ -20,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from engram_client import wire
 from engram_core.errors import BadRequest
 from service import problems
-from service.bodies import CONNECTION, READ_ON_S, ClientGoneError, Headers
+from service.bodies import CONNECTION, ClientGoneError, Headers, read_on_s
 from service.exchange import JOIN_BYTES, Exchange, Head
 from service.fast_path import FastPath
 from service.landing import Landing
@@ -47,8 +50,8 @@ class _HeadHolder:
     uvicorn writes them apart, which costs a packet and wakes the client twice.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._transport = connection, connection.transport
         self._head = b""
         self._is_held = False
 
@@ -67,7 +70,7 @@ class _HeadHolder:
     def close(self) -> None:
         if self._is_held:
             self.write(b"")
-        self._transport.close()
+        self._connection.linger()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
@@ -156,7 +159,7 @@ class Connection(HttpToolsProtocol):
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
     _refusal = b""  # of what is no HTTP, told when what was asked before it is answered
-    _is_told = False
+    _is_ending = False  # nothing more is sent, and what comes is dropped
 
     @property
     def default_headers(self) -> Headers:
@@ -184,6 +187,16 @@ class Connection(HttpToolsProtocol):
     def is_stalled(self) -> bool:
         """Whether what is sent would have to wait until the peer takes what was sent."""
         return bool(self.flow.write_paused)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of what was written, how much the peer's host has not taken yet."""
+        left: int = self.transport.get_write_buffer_size()
+        with suppress(OSError):  # of a kernel that does not tell
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            told = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+            left += int.from_bytes(told, sys.byteorder)
+        return left
 
     def abort(self) -> None:
         """Cut the connection, whatever is still to be sent."""
@@ -249,8 +262,10 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a peer that has said all it will say, unless it left inside a body."""
         self._end_turn()
+        if self._is_ending:
+            return False
         if self._refusal and self.scheme != "https":
-            return not self._is_told
+            return True
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -260,15 +275,15 @@ class Connection(HttpToolsProtocol):
     def came(self, data: memoryview) -> None:
         """Take what landed: nothing of it may be looked at later, but what is kept."""
         self._end_turn()
-        if self._refusal:
-            return  # nobody knows where the next request would begin
+        if self._refusal or self._is_ending:
+            return  # nobody knows where the next request would begin, or answers it
         is_first = self._is_between and (self.cycle is None or self.cycle.response_complete)
         if not (is_first and self.fast_path is not None and self.fast_path.recall(data, self)):
             self.parse(bytes(data))
 
     def data_received(self, data: bytes) -> None:
         """Take what came, where there is no fast path."""
-        if not self._refusal:
+        if not (self._refusal or self._is_ending):
             self.parse(data)
 
     def parse(self, data: bytes) -> None:
@@ -332,7 +347,7 @@ class Connection(HttpToolsProtocol):
         self._first = b""
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":
-            transport: Any = _HeadHolder(self.transport)
+            transport: Any = _HeadHolder(self)
             self.cycle.transport = transport
         if not self.pipeline:
             self._running = self.cycle
@@ -340,6 +355,9 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn's; what is no HTTP is refused behind the last answer."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
+        if self._is_ending:
+            self.server_state.total_requests += 1
+            return
         if self._refusal and not _is_owed(self._running):
             self.pipeline.clear()
             self.server_state.total_requests += 1
@@ -472,19 +490,30 @@ class Connection(HttpToolsProtocol):
             self._tell_refusal()
 
     def _tell_refusal(self) -> None:
-        """End with a refusal. What still comes is read on for a moment: closed at once, the peer's
-        bytes that nobody read would take our answers with them."""
-        self._is_told = True
+        """End with a refusal."""
         if self._running is not None:  # whose body will not come
             self._running.disconnected = True
             self._running.message_event.set()
         self.transport.write(self._refusal)
+        self.linger()
+
+    def linger(self) -> None:
+        """Say that nothing more is sent, and drop what still comes until the peer has heard it.
+
+        Closed at once, bytes that nobody read would take our answers with them.
+        """
+        if self._is_ending or self.transport.is_closing():
+            return
+        self._is_ending = True
+        self.pipeline.clear()
         if not self.transport.can_write_eof():
             self.transport.close()
             return
+        if self._receiver is not None:
+            self.transport.set_protocol(self._receiver)
         self.transport.write_eof()
         self.flow.resume_reading()
-        self.loop.call_later(READ_ON_S, self.transport.close)
+        self.loop.call_later(read_on_s(self), self.transport.close)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also one whose peer never took its last answer."""

@@ -1457,6 +1457,14 @@ FAULTS = (
         "tests/service/test_routes.py::test_weights_are_served_once_per_table",
     ),
     fault(
+        "connection-is-closed-behind-a-refusal-at-once",
+        "service/transport.py",
+        "        self._connection.linger()\n",
+        "        self._transport.close()\n",
+        "tests/service/test_transport.py"
+        "::test_refusal_takes_no_earlier_answer_from_a_slow_pipelining_peer",
+    ),
+    fault(
         "large-bodies-land-askew",
         "service/exchange.py",
         "        line.pad = -came.begin % ALIGNMENT\n",

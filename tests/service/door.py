@@ -132,6 +132,7 @@ class RawRequest:
     ) -> None:  # fmt: skip
         path, _, query = path.partition("?")
         self.aborted, self.has_body, self.is_stalled = False, False, True
+        self.unsent_bytes = 0
         self.sent: list[Message] = []
         self._messages: Iterator[Message] = iter(messages)
         self._then_wait = then_wait

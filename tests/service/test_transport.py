@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,41 @@ def test_request_whose_body_is_no_http_is_told_that_its_peer_is_gone(
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1") == 2  # the document's `expected` is one of them
     assert not caplog.records[1:]  # that it is no HTTP is said
+
+
+def test_refusal_takes_no_earlier_answer_from_a_slow_pipelining_peer(
+    ask: Ask, door: InProcess
+) -> None:
+    """Whose next bytes come when the connection has ended: unread, they would reset it."""
+    session_id = door.open()["session_id"]
+    door.push(session_id, 0, [0] * MAX_TOKENS)
+    target = f"/v1/sessions/{session_id}/layers/1/rows?position=0&count={MAX_TOKENS}"
+    rows = f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    step = b"POST /v1/step?output=none HTTP/1.1\r\nHost: localhost\r\n"
+    step += b"Content-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ended = door.state.metrics.requests.labels("step", "length_required")
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        before = ended._value.get()
+        writer.write(rows * 20 + step)
+        await writer.drain()
+        while not door.state.num_active:
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+        while ended._value.get() == before:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            writer.write(LIVE)
+            await asyncio.sleep(0)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        return await reader.read()
+
+    answer = ask(talk)
+    assert answer.count(b"HTTP/1.1 200 OK") == 20
+    assert answer.count(b"HTTP/1.1 411 ") == 1
+    assert b'"alive"' not in answer
 
 
 def test_connection_without_a_request_is_closed(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
