@@ -58,20 +58,22 @@ class Patience:
                 raise error
             self._has_seen_fault = True
         now = self._clock()
+        told = "refused" if isinstance(error, Transient) else "no answer"
         if self._first_s is None:
             self._first_s = now
         self._failures += 1
         pause = self._backoff_s(error)
         if now + pause - self._first_s > self._reconnect_s:
             raise EngramUnavailable(
-                f"no answer for {now - self._first_s:.1f} s, {self._failures} tries, the next one"
+                f"{told} for {now - self._first_s:.1f} s, {self._failures} tries, the next one"
                 f" would be beyond reconnect_s {self._reconnect_s:g}; last: {error}",
                 error,
             ) from error
         if now - self._first_s >= TELL_AFTER_S and not self._is_told:
             self._is_told = True
             log.warning(
-                "no answer for %.1f s, trying for %g s; last: %s",
+                "%s for %.1f s, trying for %g s; last: %s",
+                told,
                 now - self._first_s,
                 self._reconnect_s,
                 error,
