@@ -1,7 +1,8 @@
 """Who may do what: API keys from a file that is read again when it changes, and the Host check.
 
-A key is a tenant: its sessions, store entries and quotas are its own. Without keys only loopback
-(or the Unix socket) is served, to requests that name this machine (DNS rebinding ends here).
+A key is a tenant: its sessions, store entries and share of bytes are its own. Without keys only
+loopback (or the Unix socket) is served, to requests that name this machine (DNS rebinding ends
+here).
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class Keyring:
         try:
             stat = os.stat(self.path)
         except OSError as error:
-            raise SettingsError(f"keys_file {self.path}: {error.strerror}") from None
+            raise SettingsError(
+                f"keys_file {self.path}: {error.strerror}; `engram keys add NAME --keys-file FILE` "
+                "makes one"
+            ) from None
         return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
@@ -154,7 +158,8 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"keys_file {path}: cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingsError(f"keys_file {path}: cannot be read: {why}") from None
     keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
