@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from engram_client import wire
 from engram_core.errors import EngramError
 from service.console import progress_bars
 from service.flags import as_toml, with_settings
 from service.listeners import ListenError
 from service.settings import Effective, SettingsError
-from service.strict import integer
 
 app = typer.Typer(
     name="engram",
@@ -147,7 +147,7 @@ def hash_tokens(
     from engram_core.checkpoint import open_checkpoint
     from engram_core.hashing import EngramHasher
 
-    ids = np.array([integer(text, f"ID {text[:40]!r}") for text in token_ids], np.int64)
+    ids = np.array([_token_id(text) for text in token_ids], np.int64)
     opened = open_checkpoint(checkpoint)
     hash_ids = EngramHasher(opened.hash_tables, len(ids)).hash(ids, 0)
     layers = {
@@ -360,6 +360,13 @@ def _require_folder(option: str, out: Path) -> None:
     if out.is_dir() or not out.parent.is_dir():
         got = "a folder" if out.is_dir() else f"one in {out.parent}, which is no folder"
         raise EngramError(f"{option} {out}: expected a file to write, got {got}")
+
+
+def _token_id(text: str) -> int:
+    try:
+        return wire.parse_int(text, "ID")
+    except wire.WireError as error:
+        raise EngramError(str(error)) from None
 
 
 def _utf8(path: Path) -> str:

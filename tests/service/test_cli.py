@@ -42,7 +42,11 @@ def test_no_arguments_is_help_and_no_empty_error(
             "engram: --folder NONE: expected a folder, got none of that name\n",
             1,
         ),
-        (("hash", "FILE", 1, "abc"), "engram: ID 'abc': not an integer of int64\n", 1),
+        (
+            ("hash", "FILE", 1, "abc"),
+            "engram: ID: not an integer of int64: expected an int64 in decimal, such as 17, got abc\n",
+            1,
+        ),
         (("compare", "A", "B", "--text", "NONE"), "engram: NONE: No such file or directory\n", 1),
         (("compare", "A", "B", "--text", "FILE"), None, 1),
         (
