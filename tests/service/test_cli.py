@@ -44,7 +44,8 @@ def test_no_arguments_is_help_and_no_empty_error(
         ),
         (
             ("hash", "FILE", 1, "abc"),
-            "engram: ID: not an integer of int64: expected an int64 in decimal, such as 17, got abc\n",
+            "engram: ID: not an integer of int64: expected an int64 in decimal, such as 17, "
+            "got abc\n",
             1,
         ),
         (("compare", "A", "B", "--text", "NONE"), "engram: NONE: No such file or directory\n", 1),
