@@ -233,7 +233,7 @@ class Direct:
             return None
         count = kind.shape[0]
         first = state.history.length - count if position is None else position
-        if type(first) is not int or type(layer) is not int:
+        if type(first) is not int or type(layer) is not int or first < 0:
             return None
         if not self.protocol.is_one_request(state, "residual", count):
             return None

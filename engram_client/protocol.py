@@ -202,7 +202,7 @@ class EngramProtocol(Exchange):
         """Send a residual [T, hc_mult, dim] and receive it updated, into `out` if given."""
         _check_residual(residual, out)
         count = residual.shape[0]
-        first = state.length - count if position is None else position
+        first = state.newest(count) if position is None else position
         landing = out or empty_view(residual.spec)
 
         def piece(begin: int, end: int) -> Effects[None]:
@@ -414,7 +414,7 @@ def _range(state: SessionState, position: int | None, count: int | None) -> tupl
     """Return first position and count: both left out, the newest; one left out, up to the end."""
     if position is None:
         count = 1 if count is None else count
-        return state.length - count, count
+        return state.newest(count), count
     return position, state.length - position if count is None else count
 
 

@@ -287,7 +287,7 @@ def _position(segment: Segment, state: SessionState | None, count: int) -> int:
     if segment.position is not None:
         return segment.position
     if state is not None:
-        return state.length - count
+        return state.newest(count)
     if segment.hash_ids is not None:
         return 0
     raise ValueError("segment: expected a position, as the session is not this client's, got none")

@@ -49,6 +49,15 @@ class SessionState:
         """How many positions it holds."""
         return self.history.length
 
+    def newest(self, count: int) -> int:
+        """Return the first of the newest `count` positions. Raises ValueError: it has fewer."""
+        if count > self.length:
+            raise ValueError(
+                f"session {self.session_id}: expected at most {self.length} positions, its length, "
+                f"got {count}"
+            )
+        return self.length - count
+
     def dead(self, position: int, count: int) -> list[int]:
         """Return which of `count` positions are dead, as indices from 0."""
         ids = self.history.read(position, position + count)

@@ -167,6 +167,19 @@ def test_kv_rows_and_hash_ids_come_as_numpy_or_into_out(client: EngramClient) ->
     assert torch.equal(out, torch_of(session.kv(1, 0, 3)))
 
 
+def test_more_of_the_newest_than_a_session_has_is_refused(client: EngramClient) -> None:
+    session = client.open_session()
+    session.push([1, 2])
+    newest = [
+        lambda: session.apply(1, residual("numpy f32", 3)),
+        lambda: session.kv(1, count=3),
+        lambda: client.step([Segment(session, count=3)], (1,), "kv"),
+    ]
+    for read in newest:
+        with pytest.raises(ValueError, match="expected at most 2 positions, its length, got 3"):
+            read()
+
+
 def test_out_of_another_shape_than_the_answer_is_refused(client: EngramClient) -> None:
     session = client.open_session()
     session.push([5, 6])
