@@ -20,7 +20,7 @@ from engram_core.direct import Answer, Ask
 from engram_core.engine import Engine
 from engram_core.engine_types import EPOCH_OPENED, MAX_WAIT_MS, Output, StepAnswer, StepRequest
 from engram_core.errors import BadTensor, EngramError, SchemaError, StepRefused, TooManyTokens
-from service import operations, steps, strict
+from service import operations, plain_steps, steps, strict
 from service.bodies import Buffer
 from service.calls import Call
 from service.operations import Operation
@@ -206,7 +206,7 @@ class StepRead:
         self.model = model = call.state.check_open()
         self.options = options or _step_options(call, model)
         self._request: StepRequest | None = None
-        self._plain: steps.PlainStep | None = None
+        self._plain: plain_steps.PlainStep | None = None
 
     @property
     def engine(self) -> Engine:
@@ -219,16 +219,16 @@ class StepRead:
         geometry, most_tokens = model.checkpoint.geometry, model.limits.near_tokens
         if options.output is Output.NONE:
             most_tokens = min(PUSH_TOKENS, model.limits.max_tokens)
-        self._plain = steps.plain_step_of(body, options, geometry, most_tokens)
+        self._plain = plain_steps.read(body, options, geometry, most_tokens)
         if self._plain is None:
             return None
-        return steps.ask_of(self._plain, options, geometry, self._call.tenant)
+        return plain_steps.ask_of(self._plain, options, geometry, self._call.tenant)
 
     def given(self, answer: Answer) -> Told:
         """Return a safetensors file (see `TensorRead.given`)."""
         plain = self._plain
         assert plain is not None
-        return self._call.leave(steps.encode_plain(plain, plain.residual, self.options, answer))
+        return self._call.leave(plain_steps.encode(plain, plain.residual, self.options, answer))
 
     def submit(self, body: memoryview) -> Future[StepAnswer]:
         """Ask the engine (see `TensorRead.submit`)."""
@@ -285,7 +285,7 @@ def one_ask(
         return None
     index = model.checkpoint.geometry.layer_index(layer)
     segments = [(session_id, position, num_tokens, epoch)]
-    return steps.update_of(tenant, segments, None, index, spec, residual)
+    return plain_steps.update_of(tenant, segments, None, index, spec, residual)
 
 
 def note(call: Call, answer: Answer, begun_s: float) -> None:

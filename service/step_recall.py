@@ -16,7 +16,7 @@ from time import perf_counter
 
 from engram_core.direct import Answer, Ask
 from engram_core.engine_types import Output
-from service import operations, steps
+from service import operations, plain_steps, steps
 from service.bodies import Buffer
 from service.calls import Call
 from service.desk import ANSWER_HEADERS
@@ -88,7 +88,7 @@ class StepRecall(Memory[_Known]):
         if not known.is_placed or line.transport.get_write_buffer_size():
             return False
         body = memoryview(data)[begin:]
-        step = steps.plain_step_of(body, options, geometry, model.limits.near_tokens)
+        step = plain_steps.read(body, options, geometry, model.limits.near_tokens)
         if step is None or not self._state.pool.has_room(known.num_bytes):
             return False
         at, end = begin + step.begin, begin + step.begin + len(step.residual)
@@ -109,7 +109,7 @@ class StepRecall(Memory[_Known]):
 
         def tell(answer: Told) -> None:
             if isinstance(answer, Answer):
-                told = steps.encode_plain(step, residual, options, answer)
+                told = plain_steps.encode(step, residual, options, answer)
                 self._tell(known, told, line, answer.gate_s, (begun_s, received_s))
                 return
             again = b"".join((before, residual, after))

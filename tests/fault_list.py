@@ -1397,7 +1397,7 @@ FAULTS = (
     ),
     fault(
         "pushes-with-a-mask-at-once",
-        "service/steps.py",
+        "service/plain_steps.py",
         "    if not num_tokens or specs != {",
         "    if not num_tokens or {name: specs.get(name) for name, _ in columns} != {",
         "tests/service/test_step_at_once.py::test_pushes_that_are_unusual_are_answered_as_ever",
@@ -1597,14 +1597,14 @@ FAULTS = (
     ),
     fault(
         "plain-step-with-a-mask",
-        "service/steps.py",
+        "service/plain_steps.py",
         "    if not num_tokens or specs != {",
         "    if not num_tokens or {name: specs.get(name) for name, _ in columns} != {",
         "tests/service/test_step_at_once.py::test_what_is_unusual_is_answered_or_refused_as_ever",
     ),
     fault(
         "plain-step-that-truncates",
-        "service/steps.py",
+        "service/plain_steps.py",
         "    if options.truncate or not (is_residual",
         "    if not (is_residual",
         "tests/service/test_step_at_once.py::test_what_is_unusual_is_answered_or_refused_as_ever",

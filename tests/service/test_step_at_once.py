@@ -144,7 +144,7 @@ def test_a_read_of_what_is_held_is_answered_at_once_too(
         patch.setattr(Engine, "step", lambda *_: pytest.fail("the general way"))
         first = attached.ask(**tensors(session, 1, 3))
     with monkeypatch.context() as patch:
-        patch.setattr("service.steps.plain_step_of", lambda *_: None)
+        patch.setattr("service.plain_steps.read", lambda *_: None)
         second = attached.ask(**tensors(session, 1, 3))
     assert plain(first) == plain(second)
     assert bytes(wire.decode_tensors(first.content)["dead"].data) == b"\0\1\0"
@@ -191,7 +191,7 @@ def test_what_is_unusual_is_answered_or_refused_as_ever(
         before = attached.num_at_once
         with monkeypatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.plain_step_of", lambda *_: None)
+                patch.setattr("service.plain_steps.read", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once == before
         length = attached.door.get(f"/v1/sessions/{session}").json()["length"]
@@ -246,7 +246,7 @@ def test_a_few_segments_give_the_bytes_of_the_general_way(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.plain_step_of", lambda *_: None)
+                patch.setattr("service.plain_steps.read", lambda *_: None)
             pushed = attached.ask(**few(attached, sessions, 4, counts, token_ids=ids, dtype=dtype))
             read = attached.ask(**few(attached, sessions, 3, counts, dtype=dtype))
         assert attached.num_at_once - before == 2 * is_plain
@@ -292,7 +292,7 @@ def test_a_few_segments_that_are_unusual_are_answered_as_ever(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.plain_step_of", lambda *_: None)
+                patch.setattr("service.plain_steps.read", lambda *_: None)
             answer = attached.ask(**asked)
         assert attached.num_at_once == before
         lengths = [attached.engine.get("", session).length for session in sessions]
@@ -318,7 +318,7 @@ def test_pushes_alone_give_the_bytes_of_the_general_way(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.plain_step_of", lambda *_: None)
+                patch.setattr("service.plain_steps.read", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once - before == is_plain
         assert answer.status_code == 200, answer.text
@@ -359,7 +359,7 @@ def test_pushes_that_are_unusual_are_answered_as_ever(
         before = attached.num_at_once
         with pytest.MonkeyPatch.context() as patch:
             if not is_plain:
-                patch.setattr("service.steps.plain_step_of", lambda *_: None)
+                patch.setattr("service.plain_steps.read", lambda *_: None)
             answer = attached.ask(query, **asked)
         assert attached.num_at_once == before
         lengths = [attached.engine.get("", session).length for session in sessions]

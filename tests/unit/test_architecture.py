@@ -100,6 +100,7 @@ LEVELS = {
         "shm",
         "state",
         "calls steps info loading verbs turn landing",
+        "plain_steps",
         "weights status_page desk reads",
         "exchange",
         "heads",
