@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engram_client.connection import _connect
+from engram_client.connection import connect
 from engram_client.http1 import parse_address
 from tests.conftest import KEYS
 from tests.integration.door import (
@@ -66,7 +66,7 @@ def expected_rows(oracle: Oracle, layer: int) -> torch.Tensor:
 def test_a_unix_socket_holds_more_than_linux_gives_it(server: Server) -> None:
     """Both ends ask for it: less would take large bodies several turns of both processes."""
     default = int(Path("/proc/sys/net/core/wmem_default").read_text())
-    with contextlib.closing(_connect(parse_address(f"unix:{server.uds}"), None)) as made:
+    with contextlib.closing(connect(parse_address(f"unix:{server.uds}"), None)) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > default
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(server.uds))
