@@ -158,7 +158,7 @@ class InProcess:
         self.server_s = 0.0
         self._app = create_app(Settings(), model)
         self._loop = uvloop.new_event_loop()
-        setup = set_up("http://localhost:1", None, None, 60.0)
+        setup = set_up("http://localhost:1", None, None, 60.0, "socket")
         self.protocol: EngramProtocol = setup.protocol
         self.body: bytes = b""
 
