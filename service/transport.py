@@ -192,6 +192,8 @@ class Connection(HttpToolsProtocol):
     def unsent_bytes(self) -> int:
         """Of what was written, how much the peer's host has not taken yet."""
         left: int = self.transport.get_write_buffer_size()
+        if self.is_gone:
+            return left  # its descriptor may be another's by now
         with suppress(OSError):  # of a kernel that does not tell
             descriptor = self.transport.get_extra_info("socket").fileno()
             told = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
