@@ -1396,13 +1396,6 @@ FAULTS = (
         f"{DIRECT}::test_a_few_segments_that_are_refused_renew_nothing",
     ),
     fault(
-        "pushes-with-a-mask-at-once",
-        "service/plain_steps.py",
-        "    if not num_tokens or specs != {",
-        "    if not num_tokens or {name: specs.get(name) for name, _ in columns} != {",
-        "tests/service/test_step_at_once.py::test_pushes_that_are_unusual_are_answered_as_ever",
-    ),
-    fault(
         "direct-appends-are-not-worked-ahead",
         "engram_core/steps.py",
         "        if not ask.ahead or len(",
@@ -1601,6 +1594,7 @@ FAULTS = (
         "    if not num_tokens or specs != {",
         "    if not num_tokens or {name: specs.get(name) for name, _ in columns} != {",
         "tests/service/test_step_at_once.py::test_what_is_unusual_is_answered_or_refused_as_ever",
+        "tests/service/test_step_at_once.py::test_pushes_that_are_unusual_are_answered_as_ever",
     ),
     fault(
         "plain-step-that-truncates",
