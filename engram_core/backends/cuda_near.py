@@ -35,9 +35,6 @@ from engram_core.geometry import EngramHashTables
 MAX_TOKENS = 512
 """Longer reads hold up others for longer than they gain."""
 
-GRAPH_TOKENS = 16
-"""Projections of so many windows are graphs; larger ones are launched."""
-
 _WAITED_TOKENS = 2 * INLINE_TOKENS
 """Of a lane's projections under way: what these take is waited for, longer ones are not."""
 
@@ -126,7 +123,7 @@ class NearProjector:
         descriptor = abi.Descriptor.from_address(self._descriptor.address)
         descriptor.slots[:] = [i % self._engram.num_slots for i in range(INLINE_TOKENS)]
         replays: list[Any] = [None]
-        for count in range(1, GRAPH_TOKENS + 1):
+        for count in range(1, INLINE_TOKENS + 1):
 
             def launch(count: int = count) -> None:
                 self._launch(layer_index, count, descriptor=self._descriptor.address)
@@ -291,10 +288,10 @@ class CudaNearRead(NearKeys):
         near.select()
         if count > INLINE_TOKENS or not near.projector.may_begin(self._layer_index, slots):
             return False
-        size = self._window_bytes
-        for place, token in enumerate(tokens):
-            at = token * self._width + self._width - size
-            self._to_windows[place * size : (place + 1) * size] = self._view[at : at + size]
+        width, view = self._width, self._view
+        begin = width - self._window_bytes
+        windows = b"".join([view[t * width + begin : (t + 1) * width] for t in tokens])
+        self._to_windows[: len(windows)] = windows
         self._fresh[:count] = slots  # type: ignore[assignment]  # ctypes takes integers
         near.projector.begin(self._layer_index, *self._of_fresh, count)
         return True

@@ -237,7 +237,7 @@ def test_what_is_missing_is_projected_and_gated_without_a_lane(near: Bench) -> N
     batches, library = near.backend.near_batches, near.library
     assert batches is not None
     dead = NOBODY_DEAD
-    for count, wanted in ((1, ["replay"]), (16, ["replay"]), (17, ["gather", "project_chain"])):
+    for count, wanted in ((1, ["replay"]), (17, ["replay"]), (64, ["replay"])):
         slots, windows = list(range(count)), random_windows(count, seed=1)
         assert batches.project(0, slots, windows)
         assert library.calls[-1] == "event_wait"  # a lane may find it from now on
@@ -249,6 +249,21 @@ def test_what_is_missing_is_projected_and_gated_without_a_lane(near: Bench) -> N
     assert library.launches() == ["read_kv"]
     assert not batches.project(0, list(range(65)), random_windows(65, seed=1))
     assert library.launches() == []
+
+
+def test_without_graphs_what_is_missing_is_launched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    library = build_cpu_library(tmp_path_factory.mktemp("cpu"), "-O1")
+    monkeypatch.setattr(cuda_backend, "find_library", lambda: library)
+    made = Bench(on_disk=False)
+    made.backend.pin_in_flight(1 << 20)
+    made.backend.offer_near_reads()
+    assert made.backend.near_batches is not None
+    made.library.launches()
+    assert made.backend.near_batches.project(0, [1, 2], random_windows(2, seed=1))
+    assert made.library.launches() == ["gather", "project_chain"]
+    made.backend.close()
 
 
 def test_little_is_begun_beside_the_chunks_of_a_prefill(
