@@ -50,8 +50,8 @@ CONTEXT_BYTES = 700 << 20
 """The driver's context and cublasLt's images, measured on an H200."""
 
 GRAPH_BYTES = 40 << 20
-"""What the driver takes for a layer's captured graphs: on an H200 25 to 28 MiB, and 6 for the asking
-thread's projections of more than 16 windows."""
+"""What the driver takes for a layer's captured graphs: on an H200 25 to 28 MiB, and 6 for those of
+the asking thread's projections of more than 16 windows."""
 
 _READERS = 16
 """Threads reading one stage: 37 GB/s from memory-backed storage on an H200 host, 24 with 8."""
