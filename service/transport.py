@@ -159,6 +159,7 @@ class Connection(HttpToolsProtocol):
     _packet = b""  # what is parsed now
     _behind_upgrade = b""  # what of it the parser has left
     _refusal = b""  # of what is no HTTP, told when what was asked before it is answered
+    _has_said_all = False  # the peer has
     _is_ending = False  # nothing more is sent, and what comes is dropped
 
     @property
@@ -267,11 +268,13 @@ class Connection(HttpToolsProtocol):
         if self._is_ending:
             return False
         if self._refusal and self.scheme != "https":
+            self._has_said_all = True
             return True
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
         cycle.keep_alive = False
+        self._has_said_all = True
         return True
 
     def came(self, data: memoryview) -> None:
@@ -508,7 +511,7 @@ class Connection(HttpToolsProtocol):
             return
         self._is_ending = True
         self.pipeline.clear()
-        if not self.transport.can_write_eof():
+        if self._has_said_all or not self.transport.can_write_eof():
             self.transport.close()
             return
         if self._receiver is not None:

@@ -1450,6 +1450,14 @@ FAULTS = (
         "tests/service/test_routes.py::test_weights_are_served_once_per_table",
     ),
     fault(
+        "connection-lingers-for-a-peer-that-said-all",
+        "service/transport.py",
+        "        if self._has_said_all or not self.transport.can_write_eof():\n",
+        "        if not self.transport.can_write_eof():\n",
+        "tests/service/test_transport.py"
+        "::test_client_that_said_all_is_waited_for_no_longer_than_its_answer_takes",
+    ),
+    fault(
         "connection-is-closed-behind-a-refusal-at-once",
         "service/transport.py",
         "        self._connection.linger()\n",

@@ -56,6 +56,16 @@ def test_client_that_said_all_gets_its_answer(ask: Ask) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
+def test_client_that_said_all_is_waited_for_no_longer_than_its_answer_takes(
+    door: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "READ_ON_S", 1e6)
+    target = f"/v1/sessions/{door.open()['session_id']}/layers/1/kv?position=0&wait_ms=20"
+    talk = say(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), eof=True)
+    answer = door.runner.run(talk_to(door, talk, Wire(), is_fast=False))
+    assert answer.startswith(b"HTTP/1.1 409")
+
+
 def test_pipelined_requests_are_answered_in_order(ask: Ask) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(LIVE + OPEN + b"Content-Length: 2\r\n\r\n{}" + LIVE)
