@@ -44,9 +44,9 @@ def as_numpy(value: Array) -> NDArray[Any]:
     return to_numpy(as_view(value.detach().cpu() if is_torch(value) else value))  # type: ignore[union-attr]
 
 
-def torch_of(array: NDArray[Any]) -> torch.Tensor:
-    """Return a torch tensor over a numpy array's memory (bfloat16 included)."""
-    return to_torch(as_view(array))
+def torch_of(array: Array) -> torch.Tensor:
+    """Return a torch tensor over a numpy array's memory (bfloat16 included); a tensor as it is."""
+    return array if is_torch(array) else to_torch(as_view(array))  # type: ignore[return-value]
 
 
 def empty_view(spec: TensorSpec) -> TensorView:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,10 +52,6 @@ def expected(request: pytest.FixtureRequest, official_oracle: Oracle) -> Expecte
     return Expected(official_oracle, request.param)
 
 
-def tensor(array: Any) -> torch.Tensor:
-    return array if isinstance(array, torch.Tensor) else torch_of(array)
-
-
 def residual(count: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
     return torch.randn(count, 2, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -71,22 +66,22 @@ def test_a_prefill_decode_and_draft_go_the_whole_way(
         for i in range(33, 40):
             session.push(TOKENS[i : i + 1], ALIVE[i : i + 1])
             x = residual(1, dtype, i)
-            out = tensor(session.apply(layer, x))
-            kv = tensor(session.kv(layer, i, 1))
+            out = torch_of(session.apply(layer, x))
+            kv = torch_of(session.kv(layer, i, 1))
             assert expected.holds(x, out, kv, i)
         session.push([3, 3, 3])  # a draft that is rejected
         session.push(TOKENS[40:], ALIVE[40:], truncate=True, position=40)
-        kv = tensor(session.kv(layer, 0, 60))
+        kv = torch_of(session.kv(layer, 0, 60))
         assert not expected.kv.outside(kv).any()
-        assert same_bits(tensor(session.rows(layer, 0, 60)), expected.rows)
-        ids = tensor(session.hash_ids(layer, 0, 60))
+        assert same_bits(torch_of(session.rows(layer, 0, 60)), expected.rows)
+        ids = torch_of(session.hash_ids(layer, 0, 60))
         assert torch.equal(ids, torch.from_numpy(expected.ids))
         x = residual(60, dtype)
-        assert expected.holds(x, tensor(session.apply(layer, x, position=0)), kv)
+        assert expected.holds(x, torch_of(session.apply(layer, x, position=0)), kv)
         fork = session.fork(20)
         fork.push(TOKENS[20:], ALIVE[20:])
         session.rewind(5)
-        assert same_bits(tensor(fork.kv(layer, 0, 60)), kv)
+        assert same_bits(torch_of(fork.kv(layer, 0, 60)), kv)
         fork.close()
 
 
@@ -96,9 +91,9 @@ def test_gated_and_projected_at_the_client(client: EngramClient, expected: Expec
     with client.open_session() as session:
         session.push(TOKENS, ALIVE)
         x = residual(60, torch.bfloat16)
-        served = tensor(session.apply(expected.layer, x, position=0))
-        kv = tensor(session.kv(expected.layer, 0, 60))
-        projected = local.project(tensor(session.rows(expected.layer, 0, 60)))
+        served = torch_of(session.apply(expected.layer, x, position=0))
+        kv = torch_of(session.kv(expected.layer, 0, 60))
+        projected = local.project(torch_of(session.rows(expected.layer, 0, 60)))
     assert same_bits(local.gate(x, kv, DEAD), served)
     assert same_bits(projected[~DEAD], kv[~DEAD])
     assert expected.holds(x, served, kv)
@@ -113,7 +108,7 @@ def test_a_lost_session_is_opened_again(
         with server.client() as other:
             assert other.delete(f"/v1/sessions/{session.session_id}").status_code == 204
         session.push(TOKENS[30:], ALIVE[30:])
-        assert not expected.kv.outside(tensor(session.kv(expected.layer, 0, 60))).any()
+        assert not expected.kv.outside(torch_of(session.kv(expected.layer, 0, 60))).any()
 
 
 def test_a_step_over_ragged_sequences(client: EngramClient, expected: Expected) -> None:
@@ -124,7 +119,7 @@ def test_a_step_over_ragged_sequences(client: EngramClient, expected: Expected) 
         session.push(TOKENS[:first], ALIVE[:first])
         segments.append(Segment(session, TOKENS[first:last], mask=ALIVE[first:last]))
     answer = client.step(segments, layers=(expected.layer,), output="kv")
-    assert not expected.kv.outside(tensor(answer.tensors[expected.layer])).any()
+    assert not expected.kv.outside(torch_of(answer.tensors[expected.layer])).any()
     assert answer.dead.tolist() == DEAD.tolist()
     assert answer.length.tolist() == cuts[1:]
     for session in sessions:
@@ -140,7 +135,7 @@ def test_a_torch_module_over_the_service(client: EngramClient, expected: Expecte
         by_ids = remote(x[None], ids, torch.tensor(ALIVE)[None])[0]
         session.push(TOKENS, ALIVE)
         by_session = remote.forward_segments(x, [Segment(session, position=0, count=60)])
-        kv = tensor(session.kv(expected.layer, 0, 60))
+        kv = torch_of(session.kv(expected.layer, 0, 60))
     assert same_bits(by_ids, by_session)
     assert expected.holds(x, by_session, kv)
 
@@ -150,7 +145,7 @@ def test_candidates_by_lookback(client: EngramClient, expected: Expected) -> Non
     row = lookback_of(truth, expected.compressed, 50)  # type: ignore[arg-type]
     segment = Segment(lookback=row, token_ids=TOKENS[50:], position=50, mask=ALIVE[50:])
     answer = client.step([segment], layers=(expected.layer,), output="rows")
-    assert same_bits(tensor(answer.tensors[expected.layer]), expected.rows[50:])
+    assert same_bits(torch_of(answer.tensors[expected.layer]), expected.rows[50:])
 
 
 class _Raw:
@@ -165,7 +160,7 @@ def test_asyncio_client(server: Server, expected: Expected) -> None:
             session = await client.open_session()
             for first in range(0, 60, 13):
                 await session.push(TOKENS[first : first + 13], ALIVE[first : first + 13])
-            kv = tensor(await session.kv(expected.layer, 0, 60))
+            kv = torch_of(await session.kv(expected.layer, 0, 60))
             await session.close()
             return kv
 

@@ -220,6 +220,11 @@ def test_oracle_imports_nothing_of_ours() -> None:
         assert not ours, name
 
 
+def test_what_others_import_says_that_it_is_typed() -> None:
+    for package in ("engram_client", "engram_core"):
+        assert (ROOT / package / "py.typed").is_file(), package
+
+
 def test_files_are_named_by_content() -> None:
     vague = {"utils", "util", "helpers", "common", "misc"}
     assert not [p for p in ROOT.glob("*/**/*.py") if p.stem in vague and ".venv" not in p.parts]
