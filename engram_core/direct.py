@@ -107,26 +107,20 @@ class DirectReads:
         reads, is_gated = self._backend.near_reads, layer_index != _NO_LAYER
         if not reads or (is_gated and not self._near.is_mine):
             return [None] * len(asks)
-        layer = reads[layer_index] if is_gated else reads[0]
-        layer.begin()
-        runs: list[Run] | None = [] if is_gated else None
-        counts, num_tokens, num_ids, gate_s = list[int](), 0, 0, 0.0
+        layer = reads[layer_index if is_gated else 0]
+        counts, runs, num_plain, gate_s = list[int](), list[Run](), 0, 0.0
         for ask in asks:
-            count = self._judge(ask, number(ask.tenant), layer, num_tokens, num_ids, runs)
+            count = self._judge(ask, number(ask.tenant), layer, runs, begins=not num_plain)
             counts.append(count)
-            num_tokens += count
-            if ask.token_ids is not None:
-                num_ids += count
-        if not num_tokens:
+            num_plain += count > 0
+        if not num_plain:
             return [None] * len(asks)
-        if runs is not None:
+        if is_gated:
             took_s = self._gate(layer, layer.keys(), runs)
             if took_s is None:
                 return None
-            gate_s = took_s / (len(asks) - counts.count(0))
-        pool = self._pool
-        pool.held_tokens += num_ids
-        spots, dead = layer.settle(pool.address, pool.clock())
+            gate_s = took_s / num_plain
+        spots, dead = layer.settle(self._pool.address, self._pool.clock())
         if len(asks) == 1:
             return [Answer(spots, dead, gate_s)]
         answers, spot, token = list[Answer | None](), 0, 0
@@ -140,40 +134,33 @@ class DirectReads:
         return answers
 
     def _judge(
-        self,
-        ask: Ask,
-        number: int,
-        layer: NearRead,
-        num_tokens: int,
-        num_ids: int,
-        runs: list[Run] | None,
+        self, ask: Ask, number: int, layer: NearRead, runs: list[Run], *, begins: bool
     ) -> int:
         """Judge an ask, and take it into a batch; returns its tokens, 0: it is not plain.
 
-        number: the tenant's
+        number: the tenant's; runs: where the residuals of the batch lie; begins: it has no ask yet
         """
-        ids, pool, rows, count = ask.token_ids, self._pool, list[int](), 0
-        row_of = pool.rows_of(ask.tenant).get
-        for session_id, _, num, _ in ask.segments:
-            rows.append(row_of(session_id, -1))
-            count += num
-        if runs is not None and not (
-            0 < count <= self._near.max_tokens
-            and layer.reaches(ask.residual, count, is_f32=ask.is_f32)
+        words, count = list[int](), 0
+        row_of = self._pool.rows_of(ask.tenant).get
+        for session_id, position, num_tokens, epoch in ask.segments:
+            words += row_of(session_id, -1), position, num_tokens, epoch
+            count += num_tokens
+        is_gated = ask.layer_index != _NO_LAYER
+        if is_gated and not (
+            count <= self._near.max_tokens and layer.reaches(ask.residual, count, is_f32=ask.is_f32)
         ):
             return 0
-        if ids is not None and not (len(ids) == count and pool.has_room(num_ids + count)):
-            return 0
-        if not layer.judge(pool.address, number, rows, ask.segments, count, ids or ()):
-            return 0
-        if runs is not None:
-            self._add_run(runs, num_tokens, count, ask)
+        count = layer.judge(self._pool.address, number, words, ask.token_ids, begins=begins)
+        if count and is_gated:
+            self._add_run(runs, count, ask)
         return count
 
-    def _add_run(self, runs: list[Run], first: int, count: int, ask: Ask) -> None:
+    def _add_run(self, runs: list[Run], count: int, ask: Ask) -> None:
         """Add a residual; one right behind the last one is one with it."""
+        first = 0
         if runs:
             start, before, residual, is_f32 = runs[-1]
+            first = start + before
             end = residual + before * self._token_values * (4 if is_f32 else 2)
             if is_f32 == ask.is_f32 and end == ask.residual:
                 runs[-1] = start, before + count, residual, is_f32

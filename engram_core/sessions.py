@@ -85,7 +85,10 @@ class SessionMemory(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("fence", "last_used_s", "ids", "starts")),
-        *((name, c_int64) for name in ("num_rows", "pages_per_row")),
+        *(
+            (name, c_int64)
+            for name in ("num_rows", "pages_per_row", "held_tokens", "max_held_tokens")
+        ),
     )
 
 
@@ -96,8 +99,7 @@ class SessionPool:
     a message without an epoch cannot be told from one to a former life of the same id, so whoever
     opens again after an expiry takes a new id.
 
-    held_tokens: ids of all sessions; rows_of: see `Registry`
-    address: of a `SessionMemory`, for whoever changes them in C++
+    rows_of: see `Registry`; address: of a `SessionMemory`, for whoever changes them in C++
     clock: seconds, monotonic (idle times); wall_clock_us: microseconds (epochs at open)
     """
 
@@ -109,7 +111,7 @@ class SessionPool:
         clock: Callable[[], float],
         wall_clock_us: Callable[[], int],
     ) -> None:
-        self.held_tokens, self.clock = 0, clock
+        self.clock = clock
         self._limits = limits
         self._num_before = max_ngram_size - 1
         self._wall_clock_us = wall_clock_us
@@ -128,11 +130,18 @@ class SessionPool:
             self._ids.starts_address,
             limits.max_sessions,
             self._ids.pages_per_row,
+            max_held_tokens=limits.max_held_tokens,
         )
         self.address = addressof(self._memory)
 
     def __len__(self) -> int:
         return len(self._registry)
+
+    @property
+    def held_tokens(self) -> int:
+        """Ids of all sessions."""
+        held: int = self._memory.held_tokens
+        return held
 
     def open(self, tenant: str, opening: Opening) -> SessionState:
         """Make a session, or find the one that an alike opening made (`created` is False then).
@@ -162,7 +171,7 @@ class SessionPool:
             self._registry.touch(parent)
         epoch = self._new_epoch()
         self._fence[:, row] = position, base, epoch, epoch
-        self.held_tokens += position - first
+        self._memory.held_tokens += position - first
         return self._state(row, created=True)
 
     def get(self, tenant: str, session_id: int) -> SessionState:
@@ -229,7 +238,7 @@ class SessionPool:
         if (before != after).any():
             self._ids.resize(rows, before, after)
         self._fence[_LENGTH, rows] = end
-        self.held_tokens += len(ids)
+        self._memory.held_tokens += len(ids)
         self._ids.write(np.repeat(rows, count), spread(position, count), ids)
         self._registry.touch(rows)
         return Pushed(rows, end, fence.base, fence.epoch, count, np.zeros_like(rows))
@@ -255,10 +264,6 @@ class SessionPool:
         if not verdict.any():
             self._registry.touch(rows)
         return Found(rows, fence, verdict)
-
-    def has_room(self, num_ids: int) -> bool:
-        """Whether so many more ids may be held."""
-        return self.held_tokens + num_ids <= self._limits.max_held_tokens
 
     def renew(self, tenant: str, asked: Asked) -> None:
         """Renew sessions that somebody waits for."""
@@ -362,7 +367,7 @@ class SessionPool:
     def _set_length(self, rows: Ints, fence: Fence, length: Ints) -> None:
         self._ids.resize(rows, page_end(fence.length), page_end(length))
         self._fence[_LENGTH, rows] = length
-        self.held_tokens += int((length - fence.length).sum())
+        self._memory.held_tokens += int((length - fence.length).sum())
 
     def _move_epoch(self, rows: Ints) -> None:
         if len(rows):
@@ -379,7 +384,7 @@ class SessionPool:
         length, base, _, _ = self._fence[:, index]
         first = np.maximum(base - self._num_before, 0)
         self._ids.resize(index, page_end(length), page_start(first))
-        self.held_tokens -= int((length - first).sum())
+        self._memory.held_tokens -= int((length - first).sum())
         return self._registry.remove(rows)
 
 

@@ -61,7 +61,9 @@ class Lease:
 
 
 class InFlightPool:
-    """Counts the bytes of bodies and answers that exist now. memory: where bodies are to lie.
+    """Counts the bytes of bodies and answers that exist now.
+
+    max_request_bytes: of a body, and of an answer; memory: where bodies are to lie
 
     No request holds more than half of it, and no key holds more than half while another, refused
     within the last `WAITING_S`, waits.
@@ -73,17 +75,12 @@ class InFlightPool:
         clock: Callable[[], float] = time.monotonic,
         memory: HostMemory | None = None,
     ) -> None:
-        self.total_bytes = total_bytes
+        self.total_bytes, self.max_request_bytes = total_bytes, total_bytes // 2
         self.memory = memory or PlainMemory()
         self.used_bytes = 0
         self._held: defaultdict[str, int] = defaultdict(int)
         self._waiting: dict[str, float] = {}
         self._clock = clock
-
-    @property
-    def max_request_bytes(self) -> int:
-        """The largest body, and the largest answer."""
-        return self.total_bytes // 2
 
     def lease(self, tenant: str) -> Lease:
         """Return an empty lease for one request."""
@@ -91,7 +88,7 @@ class InFlightPool:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether anybody may hold so many bytes for a moment; False: `take` decides."""
-        if num_bytes > min(self.total_bytes - self.used_bytes, self.max_request_bytes):
+        if num_bytes > self.max_request_bytes or num_bytes > self.total_bytes - self.used_bytes:
             return False
         return not self._waiting or not self._still_waiting()
 

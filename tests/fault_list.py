@@ -439,8 +439,8 @@ FAULTS = (
     fault(
         "direct-read-at-a-stale-epoch",
         CPU_SESSIONS,
-        "    if (!session.is_fresh(segment[3])) return 1;",
-        "    if (ask->num_ids && !session.is_fresh(segment[3])) return 1;",
+        "    if (!session.is_fresh(segment[3])) return 0;",
+        "    if (appends && !session.is_fresh(segment[3])) return 0;",
         f"{DIRECT}::test_any_read_after_any_program",
     ),
     fault(
@@ -1349,8 +1349,8 @@ FAULTS = (
     fault(
         "direct-append-under-any-epoch",
         CPU_SESSIONS,
-        "    if (!session.is_fresh(segment[3])) return 1;",
-        "    if (!ask->num_ids && !session.is_fresh(segment[3])) return 1;",
+        "    if (!session.is_fresh(segment[3])) return 0;",
+        "    if (!appends && !session.is_fresh(segment[3])) return 0;",
         f"{DIRECT}::test_any_push_and_read_after_any_program",
     ),
     fault(
@@ -1391,8 +1391,8 @@ FAULTS = (
     fault(
         "a-few-segments-that-are-refused-renew-sessions",
         CPU_SESSIONS,
-        "    batch->spots[before] = {",
-        "    sessions->last_used_s[row] += 6;\n    batch->spots[before] = {",
+        "    batch->spots[spot++] = {",
+        "    sessions->last_used_s[row] += 6;\n    batch->spots[spot++] = {",
         f"{DIRECT}::test_a_few_segments_that_are_refused_renew_nothing",
     ),
     fault(
@@ -1474,17 +1474,31 @@ FAULTS = (
     ),
     fault(
         "turn-takes-more-ids-than-there-is-room-for",
-        "engram_core/direct.py",
-        "pool.has_room(num_ids + count)",
-        "pool.has_room(count)",
+        CPU_SESSIONS,
+        "sessions->held_tokens + batch->num_ids;",
+        "sessions->held_tokens;",
         f"{DIRECT}::test_a_turn_keeps_to_the_room_for_ids",
     ),
     fault(
         "direct-append-past-the-room-for-ids",
-        "engram_core/direct.py",
-        "len(ids) == count and pool.has_room(num_ids + count)",
-        "len(ids) == count",
+        CPU_SESSIONS,
+        "ask->num_ids > sessions->max_held_tokens - held",
+        "ask->num_ids > sessions->max_held_tokens - 0 * held",
         f"{DIRECT}::test_a_direct_append_keeps_to_the_room_for_ids",
+    ),
+    fault(
+        "direct-append-of-fewer-ids-than-came",
+        CPU_SESSIONS,
+        "  if (appends && left) return 0;\n",
+        "",
+        f"{JUDGE}::test_any_ask_after_any_program",
+    ),
+    fault(
+        "direct-appends-are-not-counted-as-held",
+        CPU_SESSIONS,
+        "  sessions->held_tokens += batch->num_ids;\n",
+        "  sessions->held_tokens += 0 * batch->num_ids;\n",
+        f"{JUDGE}::test_any_ask_after_any_program",
     ),
     fault(
         "gates-apart-not-waited-for",

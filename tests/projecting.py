@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -62,9 +64,9 @@ class ProjectingRead:
 
     def __init__(self, of: CpuNearRead, layer_index: int, near: ProjectingNear) -> None:
         self._of, self._layer_index, self._near = of, layer_index, near
-        self.max_tokens, self.begin, self.judge = of.max_tokens, of.begin, of.judge
-        self.keys, self.settle = of.keys, of.settle
-        self.reaches, self.wait = of.reaches, of.wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:
         keys = np.frombuffer(self._of._view, np.int32).reshape(-1, self._of._width // 4)

@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define ENGRAM_CPU_ABI_VERSION 2
+#define ENGRAM_CPU_ABI_VERSION 3
 #define ENGRAM_CPU_PAGE 256
 
 #ifdef __cplusplus
@@ -47,6 +47,8 @@ typedef struct {
   const int64_t* starts;  // [num_rows, pages_per_row]: first id of each page
   int64_t num_rows;
   int64_t pages_per_row;
+  int64_t held_tokens;  // of all sessions, and how many may be
+  int64_t max_held_tokens;
 } engram_cpu_sessions;
 
 // A session as a segment leaves it.
@@ -54,41 +56,42 @@ typedef struct {
   int64_t row, length, base, epoch;
 } engram_cpu_spot;
 
-// A batch of one layer: what its asks find, one behind the other. Nothing is written past the
-// tokens and segments that asks are said to have.
+// A batch of one layer: what its asks find, one behind the other.
 typedef struct {
-  int32_t* keys;             // out [tokens, 2 + max_ngram_size]: tenant, layer, window
-  uint8_t* is_dead;          // out [tokens]
-  engram_cpu_spot* spots;    // out [segments]
+  int32_t* keys;             // out [max_tokens, 2 + max_ngram_size]: tenant, layer, window
+  uint8_t* is_dead;          // out [max_tokens]
+  engram_cpu_spot* spots;    // out [max_tokens]: of each segment
   const int32_t* token_map;  // [vocab_size]
   int64_t vocab_size;
+  int64_t max_tokens;
+  int64_t num_tokens;  // out, as the next two: that the batch has
+  int64_t num_spots;
+  int64_t num_ids;  // of its tokens, that are appended
   int32_t max_ngram_size;
   int32_t pad_id;
   int32_t layer;
 } engram_cpu_batch;
 
-// Segments that are judged together, all or none. Behind this lie, int64 each: the row of each
-// segment, -1 = not open; session id, position, count, epoch of each; the token ids.
+// Segments that are judged together, all or none. Behind this lie, int64 each: row (-1 = not open),
+// position, count and epoch of each; the token ids.
 typedef struct {
-  int64_t num_segments;  // 1..num_tokens
-  int64_t num_tokens;    // of all segments
-  int64_t num_ids;       // to be appended first: 0 or num_tokens
+  int64_t begins;        // whether the batch has nothing yet
+  int64_t num_segments;  // of what lies behind
+  int64_t num_ids;       // to be appended first, one for each position; -1: it is a read
   int64_t tenant;        // of the keys
-  int64_t first_spot;    // segments and tokens of the batch's asks before this one
-  int64_t first_token;
 } engram_cpu_ask;
 
 #define ENGRAM_CPU_EPOCH_OPENED (-1)
 
-// 0: all segments are plain, as `fence.py` has it: open, of that epoch, held (or, to be appended,
-// right at the end and all in the page that the session ends in, no session twice). Ids lie behind
-// the end then, where nobody reads them before `engram_cpu_settle`. 1: one is not, nothing is done.
-int32_t engram_cpu_judge(const engram_cpu_sessions* sessions, const engram_cpu_batch* batch,
+// Takes an ask into a batch if all its segments are plain, as `fence.py` has it: open, of that
+// epoch, and held; or, to be appended, right at the end, all in the page that the session ends in,
+// of no session twice, and with room for the ids. Ids lie behind the end then, where nobody reads
+// them before `engram_cpu_settle`. Returns its tokens, 0: it is not plain, and nothing was done.
+int64_t engram_cpu_judge(const engram_cpu_sessions* sessions, engram_cpu_batch* batch,
                          const engram_cpu_ask* ask);
 
-// Ends sessions where the first spots of a batch say, and renews them. now_s: of their clock
-void engram_cpu_settle(const engram_cpu_sessions* sessions, const engram_cpu_batch* batch,
-                       int64_t num_spots, double now_s);
+// Ends sessions where a batch says, and renews them. now_s: of their clock
+void engram_cpu_settle(engram_cpu_sessions* sessions, const engram_cpu_batch* batch, double now_s);
 
 #ifdef __cplusplus
 }

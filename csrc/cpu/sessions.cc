@@ -77,45 +77,57 @@ extern "C" const char* engram_cpu_target(void) {
 #endif
 }
 
-extern "C" int32_t engram_cpu_judge(const engram_cpu_sessions* sessions,
-                                    const engram_cpu_batch* batch, const engram_cpu_ask* ask) {
-  const int64_t* rows = reinterpret_cast<const int64_t*>(ask + 1);
-  const int64_t* segment = rows + ask->num_segments;
+extern "C" int64_t engram_cpu_judge(const engram_cpu_sessions* sessions, engram_cpu_batch* batch,
+                                    const engram_cpu_ask* ask) {
+  if (ask->begins) batch->num_tokens = batch->num_spots = batch->num_ids = 0;
+  const bool appends = ask->num_ids >= 0;
+  if (appends) {
+    const int64_t held = sessions->held_tokens + batch->num_ids;
+    if (ask->num_ids > sessions->max_held_tokens - held) return 0;
+  }
+  const int64_t* segment = reinterpret_cast<const int64_t*>(ask + 1);
   const int64_t* token_ids = segment + 4 * ask->num_segments;
-  int64_t token = ask->first_token, left = ask->num_tokens;
+  int64_t token = batch->num_tokens, spot = batch->num_spots;
+  int64_t left = appends ? ask->num_ids : batch->max_tokens - token;
+  if (left > batch->max_tokens - token) return 0;
   int32_t* key = batch->keys + token * (2 + batch->max_ngram_size);
   for (int64_t i = 0; i < ask->num_segments; ++i, segment += 4) {
-    const int64_t row = rows[i], position = segment[1], count = segment[2];
-    if (row < 0 || count < 1 || count > left) return 1;
+    const int64_t row = segment[0], position = segment[1], count = segment[2];
+    if (row < 0 || count < 1 || count > left) return 0;
     const Session session(*sessions, row);
-    if (!session.is_fresh(segment[3])) return 1;
-    const int64_t before = ask->first_spot + i;
-    if (ask->num_ids) {
-      if (position != session.length || count > session.room()) return 1;
-      if (is_appended_to(batch->spots, before, row, session.length)) return 1;
+    if (!session.is_fresh(segment[3])) return 0;
+    if (appends) {
+      if (position != session.length || count > session.room()) return 0;
+      if (is_appended_to(batch->spots, spot, row, session.length)) return 0;
       if (!write_behind(*batch, token_ids, count, sessions->ids + session.place_of(position)))
-        return 1;
+        return 0;
       token_ids += count;
     } else if (position < session.base || position > session.length - count) {
-      return 1;
+      return 0;
     }
-    const int64_t length = ask->num_ids ? position + count : session.length;
-    batch->spots[before] = {row, length, session.base, session.epoch};
+    const int64_t length = appends ? position + count : session.length;
+    batch->spots[spot++] = {row, length, session.base, session.epoch};
     for (int64_t t = 0; t < count; ++t, ++token, key += 2 + batch->max_ngram_size)
       write_key(*batch, sessions->ids, session, int32_t(ask->tenant), position + t, key,
                 batch->is_dead + token);
     left -= count;
   }
-  return left != 0;
+  if (appends && left) return 0;
+  const int64_t num_tokens = token - batch->num_tokens;
+  batch->num_tokens = token;
+  batch->num_spots = spot;
+  if (appends) batch->num_ids += num_tokens;
+  return num_tokens;
 }
 
-extern "C" void engram_cpu_settle(const engram_cpu_sessions* sessions,
-                                  const engram_cpu_batch* batch, int64_t num_spots, double now_s) {
-  for (int64_t i = 0; i < num_spots; ++i) {
+extern "C" void engram_cpu_settle(engram_cpu_sessions* sessions, const engram_cpu_batch* batch,
+                                  double now_s) {
+  for (int64_t i = 0; i < batch->num_spots; ++i) {
     const engram_cpu_spot& spot = batch->spots[i];
     // A session may have been read, too, before what is appended here.
     int64_t& length = sessions->fence[spot.row];
     if (spot.length > length) length = spot.length;
     sessions->last_used_s[spot.row] = now_s;
   }
+  sessions->held_tokens += batch->num_ids;
 }

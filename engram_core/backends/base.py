@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engram_core.geometry import EngramHashTables, Geometry
 from engram_core.host_memory import HostMemory
-from engram_core.sessions import Segment, Spot
+from engram_core.sessions import Spot
 
 STAGES = ("hash_gather", "wkv", "h2d", "gate", "d2h")
 """What a backend tells apart. hash_gather: row ids of windows, their rows gathered, dequantised and
@@ -67,7 +67,7 @@ class Project(Protocol):
 
 class NearRead(Protocol):
     """A batch of small reads of one layer by the one thread that makes them all: no tensors, no
-    arrays. From `begin` to `settle` it is one batch.
+    arrays.
 
     max_tokens: of a batch; can_project: whether `project` may ever say True
     """
@@ -75,26 +75,26 @@ class NearRead(Protocol):
     max_tokens: int
     can_project: bool
 
-    def begin(self) -> None:
-        """Begin a batch: forget the one before."""
-
     def judge(
         self,
         sessions: int,
         tenant: int,
-        rows: list[int],
-        segments: Sequence[Segment],
-        num_tokens: int,
-        token_ids: Sequence[int],
-    ) -> bool:
+        segments: Sequence[int],
+        token_ids: Sequence[int] | None,
+        *,
+        begins: bool,
+    ) -> int:
         """Judge segments as `SessionPool.read` and `SessionPool.push` do, and take them into the
-        batch behind those before. False: one is no plain read of what is there, or no plain append
-        in the page that its session ends in; nothing is changed.
+        batch behind those before. Returns how many tokens they have; 0: one is no plain read of
+        what is there, or no plain append in the page that its session ends in, for whose ids there
+        is room; nothing is changed.
 
         No session is changed before `settle`: ids are written where nobody reads them.
 
-        tenant: number of the kv store's keys; rows: of the segments' sessions, -1 = not open
-        num_tokens: of all segments; token_ids: to be appended, one for each; none: they are reads
+        tenant: number of the kv store's keys
+        segments: four each: row of its session (-1 = not open), position, number of tokens, epoch
+        token_ids: to be appended, one for each token; None: they are reads
+        begins: whether the batch has nothing yet: what was in the last one is forgotten
         """
 
     def keys(self) -> list[bytes]:

@@ -26,6 +26,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from struct import Struct, pack_into
+from struct import error as StructError  # noqa: N812
 from typing import Protocol
 
 import numpy as np
@@ -36,9 +37,9 @@ from engram_core.backends.base import Run
 from engram_core.backends.gate import Gate
 from engram_core.errors import BadTensor, Internal
 from engram_core.geometry import EngramHashTables, Geometry
-from engram_core.sessions import Segment, Spot
+from engram_core.sessions import Spot
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 NUMERICS = (
     "float32, 32 partial sums in a fixed tree, no fused multiply-add; bits do not depend on the "
     "batch, nor on the CPU"
@@ -47,7 +48,7 @@ NUMERICS = (
 _LIBRARY = "libengram_cpu.so"
 
 _SPOT = Struct("4q")
-_ASK_WORDS, _SEGMENT_WORDS = 6, 4  # int64 of an engram_cpu_ask, and of each segment behind it
+_ASK_WORDS, _SEGMENT_WORDS = 4, 4  # int64 of an engram_cpu_ask, and of each segment behind it
 
 
 class GateParams(Structure):
@@ -66,7 +67,8 @@ class BatchParams(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "is_dead", "spots", "token_map")),
-        ("vocab_size", c_int64),
+        *((name, c_int64) for name in ("vocab_size", "max_tokens")),
+        *((name, c_int64) for name in ("num_tokens", "num_spots", "num_ids")),
         *((name, c_int32) for name in ("max_ngram_size", "pad_id", "layer")),
     )
 
@@ -93,10 +95,9 @@ class CpuLibrary:
         library = ctypes.PyDLL(str(path))
         self.near_gate, self.judge = library.engram_cpu_gate, library.engram_cpu_judge
         self.near_gate.argtypes = (POINTER(GateParams),)
-        self.judge.argtypes = (c_void_p, c_void_p, c_void_p)
+        self.judge.argtypes, self.judge.restype = (c_void_p, c_void_p, c_void_p), c_int64
         self.settle = library.engram_cpu_settle
-        self.settle.argtypes = (c_void_p, c_void_p, c_int64, c_double)
-        self.settle.restype = None
+        self.settle.argtypes, self.settle.restype = (c_void_p, c_void_p, c_double), None
 
 
 class TokenGate(Protocol):
@@ -196,7 +197,6 @@ class NearKeys:
         self, library: CpuLibrary, layer_index: int, tables: EngramHashTables, max_tokens: int = 64
     ) -> None:
         self.max_tokens = max_tokens
-        self._num_spots = self._num_tokens = 0
         self._width = (2 + tables.max_ngram_size) * 4
         self._keys = (c_char * (self._width * max_tokens))()
         self._view = memoryview(self._keys).cast("B")
@@ -205,7 +205,7 @@ class NearKeys:
         spots = (c_char * (_SPOT.size * max_tokens))()
         self._spots = memoryview(spots).cast("B")
         self._key = Struct(f"{self._width}s")
-        self._ask = (c_int64 * (_ASK_WORDS + (1 + _SEGMENT_WORDS + 1) * max_tokens))()
+        self._ask = (c_int64 * (_ASK_WORDS + (_SEGMENT_WORDS + 1) * max_tokens))()
         self._token_map = np.ascontiguousarray(tables.token_map, dtype=np.int32)
         self._of_batch = BatchParams(
             keys=addressof(self._keys),
@@ -213,6 +213,7 @@ class NearKeys:
             spots=addressof(spots),
             token_map=self._token_map.ctypes.data,
             vocab_size=len(self._token_map),
+            max_tokens=max_tokens,
             max_ngram_size=tables.max_ngram_size,
             pad_id=tables.pad_id,
             layer=layer_index,
@@ -221,44 +222,40 @@ class NearKeys:
         self._ask_at, self._batch_at = addressof(self._ask), addressof(self._of_batch)
         self._run_judge, self._run_settle = library.judge, library.settle
 
-    def begin(self) -> None:
-        """Forget the last batch (see `NearRead.begin`)."""
-        self._num_spots = self._num_tokens = 0
-
     def judge(
         self,
         sessions: int,
         tenant: int,
-        rows: list[int],
-        segments: Sequence[Segment],
-        num_tokens: int,
-        token_ids: Sequence[int],
-    ) -> bool:
-        """Judge segments behind those of the batch (see `NearRead.judge`)."""
-        num_spots = len(rows)
-        if not 0 < num_spots <= num_tokens <= self.max_tokens - self._num_tokens:
-            return False
-        pack_into(
-            f"{_ASK_WORDS + (1 + _SEGMENT_WORDS) * num_spots + len(token_ids)}q", self._ask, 0,
-            num_spots, num_tokens, len(token_ids), tenant, self._num_spots, self._num_tokens,
-            *rows, *chain.from_iterable(segments), *token_ids,
-        )  # fmt: skip
-        if self._run_judge(sessions, self._batch_at, self._ask_at):
-            return False
-        self._num_spots += num_spots
-        self._num_tokens += num_tokens
-        return True
+        segments: Sequence[int],
+        token_ids: Sequence[int] | None,
+        *,
+        begins: bool,
+    ) -> int:
+        """Take segments into a batch if they are plain (see `NearRead.judge`)."""
+        num_segments = len(segments) // _SEGMENT_WORDS
+        num_ids = -1 if token_ids is None else len(token_ids)
+        ids = token_ids or ()
+        try:
+            pack_into(
+                f"{_ASK_WORDS + len(segments) + len(ids)}q", self._ask, 0,
+                begins, num_segments, num_ids, tenant, *segments, *ids,
+            )  # fmt: skip
+        except StructError:  # more than it takes, or no int64
+            return 0
+        judged: int = self._run_judge(sessions, self._batch_at, self._ask_at)
+        return judged
 
     def keys(self) -> list[bytes]:
         """Return the kv store's keys of the batch (see `NearRead.keys`)."""
-        keys = self._key.iter_unpack(self._view[: self._num_tokens * self._width])
+        keys = self._key.iter_unpack(self._view[: self._of_batch.num_tokens * self._width])
         return list(chain.from_iterable(keys))
 
     def settle(self, sessions: int, now_s: float) -> tuple[list[Spot], bytes]:
         """End and renew the sessions of the batch (see `NearRead.settle`)."""
-        self._run_settle(sessions, self._batch_at, self._num_spots, now_s)
-        spots = _SPOT.iter_unpack(self._spots[: self._num_spots * _SPOT.size])
-        return [Spot(*spot) for spot in spots], self._dead.raw[: self._num_tokens]
+        batch = self._of_batch
+        self._run_settle(sessions, self._batch_at, now_s)
+        spots = _SPOT.iter_unpack(self._spots[: batch.num_spots * _SPOT.size])
+        return [Spot(*spot) for spot in spots], self._dead.raw[: batch.num_tokens]
 
 
 class CpuNearRead(NearKeys):

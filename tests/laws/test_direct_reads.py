@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -338,10 +338,10 @@ class Held:
     """A near read of the backend's that would have to wait, or fails."""
 
     def __init__(self, of: NearRead, error: Exception | None) -> None:
-        self.max_tokens, self.begin, self.judge = of.max_tokens, of.begin, of.judge
-        self.keys, self.settle, self.reaches = of.keys, of.settle, of.reaches
-        self.can_project = False
-        self._error = error
+        self._of, self._error, self.can_project = of, error, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
 
     def project(self, slots: list[int], tokens: list[int]) -> bool:
         return False

@@ -164,7 +164,7 @@ def test_keys_are_those_of_the_arrays(library: CpuLibrary, data: st.DataObject) 
     row = pool.rows_of("")[1]
     raw = pool.windows(*(np.array([each]) for each in (row, position, count)))
     keys = NearKeys(library, 1, TOY)
-    assert keys.judge(pool.address, 7, [row], [(1, position, count, EPOCH_OPENED)], count, ())
+    assert keys.judge(pool.address, 7, (row, position, count, EPOCH_OPENED), None, begins=True)
     assert keys.keys() == keys_of(1, np.full(count, 7), block(raw, TOY.pad_id))
     _, dead = keys.settle(pool.address, 0.0)
     assert list(dead) == (raw[:, 0] == DEAD).tolist()

@@ -328,7 +328,7 @@ def test_a_small_read_takes_what_its_keys_say(near: Bench) -> None:
     pool = SessionPool(limits, 4, clock=lambda: 0.0, wall_clock_us=lambda: 1)
     pool.open("", Opening(1))
     pool.push("", Asked.one(1, 0, 20, EPOCH_OPENED), np.arange(20, dtype=np.int32))
-    assert read.judge(pool.address, 7, [0], [(1, 10, 5, EPOCH_OPENED)], 5, ())
+    assert read.judge(pool.address, 7, (0, 10, 5, EPOCH_OPENED), None, begins=True) == 5
     assert read.keys()[0] == np.array([7, 1, 10, 9, 8, 7], np.int32).tobytes()
     assert read.project([40, 41], [1, 4])
     windows = np.frombuffer(read._windows, np.int32)[:8].tolist()  # type: ignore[attr-defined]

@@ -90,10 +90,9 @@ class Server:
     def push(self, call: Call) -> Answer:
         asked = Asked.one(self.session_id, call.position, len(call.ids), call.epoch)
         ids = np.array(call.ids, dtype=np.int32)
-        if not call.truncate and self._judge(call, call.ids):
+        if not call.truncate and self._judge(call, len(ids), call.ids):
             assert self.keys is not None
             ((spot,), _) = self.keys.settle(self.pool.address, 0.0)
-            self.pool.held_tokens += len(ids)
             return Answer(spot.length, spot.epoch)
         pushed = self.pool.push("", asked, ids, truncate=call.truncate)
         return Answer(int(pushed.length[0]), int(pushed.epoch[0]))
@@ -106,7 +105,7 @@ class Server:
         """A read answers with its copy, or is refused: it never sees other ids."""
         asked = Asked.one(self.session_id, call.position, call.count, call.epoch)
         found = self.pool.read("", asked)
-        is_plain = self.keys is not None and self._judge(call)
+        is_plain = self._judge(call, call.count)
         if self.keys is not None and is_plain == bool(found.verdict.any()):
             raise ViolationError(f"a direct read is allowed: {is_plain}, a read: {found.verdict}")
         if not found.verdict.any():
@@ -115,14 +114,11 @@ class Server:
                 raise ViolationError(f"a read saw {seen}, not {call.copy}")
         return Answer(0, 0)
 
-    def _judge(self, call: Call, ids: tuple[int, ...] = ()) -> bool:
-        count = len(ids) or call.count
-        if self.keys is None or not count:
+    def _judge(self, call: Call, count: int, ids: tuple[int, ...] | None = None) -> bool:
+        if self.keys is None:
             return False
-        self.keys.begin()
-        rows = [self.pool.rows_of("").get(self.session_id, -1)]
-        segment = self.session_id, call.position, count, call.epoch
-        return self.keys.judge(self.pool.address, 0, rows, [segment], count, ids)
+        segment = self.pool.rows_of("").get(self.session_id, -1), call.position, count, call.epoch
+        return self.keys.judge(self.pool.address, 0, segment, ids, begins=True) > 0
 
     def held(self) -> tuple[list[int], int]:
         """The ids held, and the epoch."""
