@@ -61,9 +61,7 @@ class Lease:
 
 
 class InFlightPool:
-    """Counts the bytes of bodies and answers that exist now.
-
-    max_request_bytes: of a body, and of an answer; memory: where bodies are to lie
+    """Counts the bytes of bodies and answers that exist now. memory: where bodies are to lie.
 
     No request holds more than half of it, and no key holds more than half while another, refused
     within the last `WAITING_S`, waits.
@@ -75,12 +73,17 @@ class InFlightPool:
         clock: Callable[[], float] = time.monotonic,
         memory: HostMemory | None = None,
     ) -> None:
-        self.total_bytes, self.max_request_bytes = total_bytes, total_bytes // 2
+        self.total_bytes = total_bytes
         self.memory = memory or PlainMemory()
         self.used_bytes = 0
         self._held: defaultdict[str, int] = defaultdict(int)
         self._waiting: dict[str, float] = {}
         self._clock = clock
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest body, and the largest answer."""
+        return self.total_bytes // 2
 
     def lease(self, tenant: str) -> Lease:
         """Return an empty lease for one request."""
